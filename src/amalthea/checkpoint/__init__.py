@@ -1,0 +1,1 @@
+"""Whole checkpoints: written aside, checked, renamed into place, resharded on load."""

@@ -1,0 +1,1 @@
+"""One run's configuration, composed of every component's, and its checks and overrides."""

@@ -1,0 +1,177 @@
+"""What crosses components: do ranks, degrees, batch and model fit together?
+
+Arithmetic only, before anything is built. The mesh is `dp_replicate · dp_shard` ranks, where
+`dp_shard = ep · efsdp`; every rank reads other sequences, so all of them are data-parallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from amalthea.config.run import RunConfig
+from amalthea.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """Degrees and batch sizes with every `auto` decided; `_sequences` count packed sequences."""
+
+    dp_replicate: int
+    dp_shard: int
+    ep: int
+    efsdp: int
+    num_data_ranks: int
+    global_batch_sequences: int
+    sequences_per_rank: int
+    """Of one optimizer step."""
+    microbatch_sequences: int
+    accumulation_steps: int
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+
+def resolve(config: RunConfig, *, world_size: int) -> ResolvedRun:
+    """Decide degrees and batch sizes of a run over `world_size` ranks.
+
+    Raises:
+        ConfigError: every contradiction at once, each with the values that would do.
+    """
+    dp_shard = _dp_shard(config, world_size)
+    problems = [
+        *_mesh_problems(config, world_size, dp_shard),
+        *_expert_problems(config, world_size, dp_shard),
+        *_matrix_problems(config, dp_shard),
+        *_batch_problems(config, world_size),
+        *_length_problems(config),
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    assert dp_shard is not None
+    global_batch_sequences = config.train.global_batch_tokens // config.data.seq_len
+    sequences_per_rank = global_batch_sequences // world_size
+    microbatch = max(d for d in divisors(sequences_per_rank) if d <= config.train.microbatch_sequences)
+    return ResolvedRun(
+        dp_replicate=config.parallel.dp_replicate,
+        dp_shard=dp_shard,
+        ep=config.parallel.ep,
+        efsdp=dp_shard // config.parallel.ep,
+        num_data_ranks=world_size,
+        global_batch_sequences=global_batch_sequences,
+        sequences_per_rank=sequences_per_rank,
+        microbatch_sequences=microbatch,
+        accumulation_steps=sequences_per_rank // microbatch,
+    )
+
+
+def check_vocab(config: RunConfig, *, tokenizer_vocab_size: int) -> None:
+    """Refuse a model whose vocabulary is not the tokenizer's.
+
+    Raises:
+        ConfigError: with both sizes and the override that mends it.
+    """
+    if config.model.vocab_size != tokenizer_vocab_size:
+        raise ConfigError(
+            f"model.vocab_size is {config.model.vocab_size}, but the tokenizer has {tokenizer_vocab_size} "
+            f"tokens; set model.vocab_size={tokenizer_vocab_size}"
+        )
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return low + [number // d for d in reversed(low) if d * d != number]
+
+
+def _dp_shard(config: RunConfig, world_size: int) -> int | None:
+    """The degree, `None` where the replicas leave no whole number of ranks."""
+    if config.parallel.dp_shard != "auto":
+        return config.parallel.dp_shard
+    shard, rest = divmod(world_size, config.parallel.dp_replicate)
+    return shard if rest == 0 else None
+
+
+def _mesh_problems(config: RunConfig, world_size: int, dp_shard: int | None) -> Iterator[str]:
+    replicate = config.parallel.dp_replicate
+    if dp_shard is None:
+        yield (
+            f"parallel.dp_replicate is {replicate}, which does not divide the {_ranks(world_size)} of this run; "
+            f"valid: {_list(divisors(world_size))}"
+        )
+    elif replicate * dp_shard != world_size:
+        yield (
+            f"parallel.dp_replicate {replicate} · parallel.dp_shard {dp_shard} make "
+            f"{_ranks(replicate * dp_shard)}, but this run has {world_size}; set parallel.dp_shard=auto "
+            f"or start {replicate * dp_shard}"
+        )
+
+
+def _expert_problems(config: RunConfig, world_size: int, dp_shard: int | None) -> Iterator[str]:
+    ep, num_experts = config.parallel.ep, config.model.moe.num_experts
+    fitting = [d for d in divisors(num_experts) if dp_shard is None or dp_shard % d == 0]
+    if ep not in fitting:
+        must_divide = f"model.moe.num_experts {num_experts}"
+        if dp_shard is not None:
+            must_divide = f"both parallel.dp_shard {dp_shard} and {must_divide}"
+        yield f"parallel.ep is {ep}, but must divide {must_divide}; valid: {_list(fitting)}"
+    if config.optim.experts == "muon" and _has_experts(config) and dp_shard and num_experts % dp_shard:
+        whole = [d for d in divisors(num_experts) if world_size % d == 0]
+        yield (
+            f"optim.experts=muon needs whole experts on every rank, but parallel.dp_shard {dp_shard} does not "
+            f"divide model.moe.num_experts {num_experts}; valid parallel.dp_shard on {_ranks(world_size)}: "
+            f"{_list(whole)} (with parallel.dp_replicate {_list([world_size // d for d in whole])}); "
+            f"or choose optim.experts=adamw"
+        )
+
+
+def _matrix_problems(config: RunConfig, dp_shard: int | None) -> Iterator[str]:
+    if config.optim.matrices == "muon" and dp_shard and dp_shard > 1:
+        yield (
+            f"optim.matrices=muon with parallel.dp_shard {dp_shard}: dense matrices are row-sharded over these "
+            f"ranks and cannot be orthogonalised in place yet; choose optim.matrices=adamw"
+        )
+
+
+def _batch_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    tokens, unit = config.train.global_batch_tokens, config.data.seq_len * world_size
+    if tokens % unit:
+        below = tokens // unit * unit
+        nearest = [below, below + unit] if below else [unit]
+        yield (
+            f"train.global_batch_tokens is {tokens}, but must be a multiple of data.seq_len "
+            f"{config.data.seq_len} · {_ranks(world_size)} = {unit}; nearest: {_list(nearest)}"
+        )
+
+
+def _length_problems(config: RunConfig) -> Iterator[str]:
+    if config.data.seq_len > config.model.max_seq_len:
+        yield (
+            f"data.seq_len is {config.data.seq_len}, more than model.max_seq_len {config.model.max_seq_len}; "
+            f"set model.max_seq_len={config.data.seq_len} or shorten the sequences"
+        )
+    warmup, steps = config.optim.schedule.warmup_steps, config.train.steps
+    if warmup > steps:
+        yield (
+            f"optim.schedule.warmup_steps is {warmup}, more than train.steps {steps}; "
+            f"set optim.schedule.warmup_steps={steps} or less"
+        )
+    asked = config.data.tokenizer.vocab_size
+    if config.data.tokenizer.path is None and config.model.vocab_size > asked:
+        yield (
+            f"model.vocab_size is {config.model.vocab_size}, more than data.tokenizer.vocab_size {asked} that the "
+            f"tokenizer is trained to; set both to the same"
+        )
+
+
+def _has_experts(config: RunConfig) -> bool:
+    return config.model.num_dense_layers < config.model.num_layers
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _list(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

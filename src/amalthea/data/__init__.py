@@ -1,0 +1,1 @@
+"""From text to batches: corpora, tokenizers, token shards, packing, order."""

@@ -1,0 +1,1 @@
+"""Where a matrix lives, and where it is orthogonalised."""

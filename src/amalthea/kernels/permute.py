@@ -1,0 +1,76 @@
+"""Moving tokens to their experts' rows and back.
+
+A *slot* is one (token, choice) pair, numbered token · K + choice. `order[n]` is the slot in row n once slots are
+sorted by expert; `place[slot]` is its row. Scatter and gather are each other's gradients, so both directions
+read by index and nothing is accumulated by atomics: results repeat bit for bit.
+
+Shape legend: T tokens, K choices per token, N = T·K rows, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+def sort_by_expert(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sorts slots by expert, keeping tokens in order within an expert.
+
+    Shapes: experts int64 [T, K]. Returns order [N], place [N] and counts [num_experts], all int64, without waiting
+    for the device.
+    """
+    flat = experts.flatten()
+    order = torch.argsort(flat, stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.numel(), device=order.device)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    return order, place, counts
+
+
+def to_rows(tokens: torch.Tensor, *, order: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Copies each token to the rows of its experts: [T, D] → [N, D]."""
+    return _ToRows.apply(tokens, order, place)  # type: ignore[no-any-return]
+
+
+def sum_to_tokens(rows: torch.Tensor, *, order: torch.Tensor, place: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Sums each token's rows in the order of its choices: [N, D] → [T, D]."""
+    return _SumToTokens.apply(rows, order, place, top_k)  # type: ignore[no-any-return]
+
+
+class _ToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, order: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        ctx.top_k = order.numel() // tokens.shape[0]
+        ctx.save_for_backward(place)
+        return _spread(tokens, order, ctx.top_k)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        return _gather_sum(grads[0], place, ctx.top_k), None, None
+
+
+class _SumToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, place: torch.Tensor, top_k: int) -> torch.Tensor:
+        ctx.top_k = top_k
+        ctx.save_for_backward(order)
+        return _gather_sum(rows, place, top_k)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (order,) = ctx.saved_tensors
+        return _spread(grads[0], order, ctx.top_k), None, None, None
+
+
+def _spread(tokens: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
+    return tokens.index_select(0, order // top_k)
+
+
+def _gather_sum(rows: torch.Tensor, place: torch.Tensor, top_k: int) -> torch.Tensor:
+    if rows.is_cpu and rows.dtype == torch.float32:
+        return F.embedding_bag(place.view(-1, top_k), rows.contiguous(), mode="sum")
+    return rows.index_select(0, place).view(-1, top_k, rows.shape[1]).sum(dim=1)

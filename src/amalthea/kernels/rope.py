@@ -1,0 +1,50 @@
+"""Rotary position embedding, applied without building the rotated copy that `cat` would need.
+
+Shape legend: B sequences, S positions, H heads, d head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turns each pair (x[i], x[i + d/2]) by its position's angle.
+
+    Shapes: x [B, S, H, d]; cos and sin [S, d/2] in fp32. Returns [B, S, H, d] in x's dtype, computed in fp32.
+    Memory: one output; backward keeps only cos and sin.
+    Source: RoFormer (arXiv 2104.09864), in the half-split order of GPT-NeoX and GLM-4-MoE.
+    """
+    return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return]
+
+
+def rotate_plain(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Twin of `rotate`, as the formula reads."""
+    first, second = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, direction=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grads[0], cos, sin, direction=-1), None, None
+
+
+def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, direction: int) -> torch.Tensor:
+    dtype = torch.promote_types(x.dtype, cos.dtype)
+    first, second = x.to(dtype).chunk(2, dim=-1)
+    cos, sin = cos[:, None].to(dtype), sin[:, None].to(dtype)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    out_first, out_second = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-direction)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=direction)
+    return out.to(x.dtype)

@@ -1,0 +1,1 @@
+"""How a process learns its place in the run: torchrun, Slurm or alone."""

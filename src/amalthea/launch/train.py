@@ -1,0 +1,101 @@
+"""One command from start to exit code, the same alone, under torchrun and under srun."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from amalthea.config.check import ResolvedRun, check_vocab, resolve
+from amalthea.config.run import RunConfig
+from amalthea.core.errors import ConfigError
+from amalthea.core.world import World
+from amalthea.launch.failure import on_main_rank, run_together
+from amalthea.launch.manifest import check_same_run, write_manifest
+from amalthea.launch.signals import exit_code, listen
+from amalthea.launch.world import discover, process_group
+
+RUNS_FOLDER = Path("runs")
+
+
+def run(config: RunConfig, *, run_dir: Path | None = None, finish: Callable[[Path], None] | None = None) -> int:
+    """Train as `config` says, in `run_dir` or a new folder `runs/RECIPE-TIME`; every rank calls it together.
+
+    `finish` is called on rank 0 with the run folder once training has ended or was stopped. Returns the exit
+    code: 0, or 75 / 130 where a signal stopped the run after it had saved, or another rank's code where that
+    one failed.
+
+    Raises:
+        AmaltheaError: on one rank only, so that the message is printed once; contradictions of the launcher
+            or the node (`discover`) on each rank that meets them.
+    """
+    world = discover(device=config.device)
+    try:
+        resolved = resolve(config, world_size=world.size)
+    except ConfigError as error:
+        if world.is_main:
+            raise
+        return error.exit_code
+    with process_group(world) as store:
+        return run_together(
+            lambda: _run(config, resolved, world, run_dir=run_dir, finish=finish),
+            world=world,
+            store=store,
+            run_dir=run_dir or RUNS_FOLDER,
+        )
+
+
+def new_run_dir(recipe: str, *, now: datetime, parent: Path = RUNS_FOLDER) -> Path:
+    """`runs/quickstart-20260131-235959`, with `-2` and so on appended where that is taken."""
+    name = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', recipe)}-{now:%Y%m%d-%H%M%S}"
+    folder, count = parent / name, 1
+    while folder.exists():
+        count += 1
+        folder = parent / f"{name}-{count}"
+    return folder
+
+
+def chosen_automatically(config: RunConfig, resolved: ResolvedRun, world: World) -> dict[str, Any]:
+    """What each `auto` of the configuration became, and how many threads torch took."""
+    import torch
+
+    chosen: dict[str, Any] = {"torch_threads": torch.get_num_threads()}
+    if config.device == "auto":
+        chosen["device"] = world.device
+    if config.parallel.dp_shard == "auto":
+        chosen["parallel.dp_shard"] = resolved.dp_shard
+    return chosen
+
+
+def _run(
+    config: RunConfig,
+    resolved: ResolvedRun,
+    world: World,
+    *,
+    run_dir: Path | None,
+    finish: Callable[[Path], None] | None,
+) -> int:
+    from amalthea.data.dataset import prepare
+    from amalthea.train.loop import train
+
+    def open_folder() -> Path:
+        folder = run_dir or new_run_dir(config.recipe, now=datetime.now())
+        check_same_run(folder, config)  # before the corpus is prepared, which may take long
+        return folder
+
+    folder = on_main_rank(open_folder, world=world)
+    prepared = on_main_rank(lambda: prepare(config.data, seed=config.seed), world=world)
+    check_vocab(config, tokenizer_vocab_size=prepared.vocab_size)
+
+    chosen = chosen_automatically(config, resolved, world)
+    on_main_rank(
+        lambda: write_manifest(folder, config=config, resolved=resolved, world=world, chosen=chosen), world=world
+    )
+    with listen() as stop:
+        result = train(config, resolved, world, prepared, run_dir=folder, stop=stop)
+
+    if finish is not None and world.is_main:
+        finish(folder)
+    return exit_code(result.stopped_by)

@@ -1,0 +1,1 @@
+"""Activation memory, and what a step used of it."""

@@ -1,0 +1,1 @@
+"""The model family: a decoder-only transformer with a mixture of experts."""

@@ -1,0 +1,72 @@
+"""Grouped-query attention and the RoPE cache that all layers share.
+
+Shape legend: B sequences, S tokens per sequence, D hidden, H query heads, G key/value heads, d head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from amalthea.kernels.attention import Documents, attention
+from amalthea.kernels.rope import rotate
+from amalthea.model.config import ModelConfig
+
+
+class Rope(nn.Module):
+    """Cosines and sines of all positions: two fp32 buffers [max_seq_len, d/2], one pair for the whole model.
+
+    Blocks are given the module when they are called and do not own it, so the storage stays one. The buffers are
+    not saved; `reset` fills them again after `to_empty`.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim, self.theta = config.head_dim, config.rope_theta
+        shape = (config.max_seq_len, config.head_dim // 2)
+        self.register_buffer("cos", torch.empty(shape, dtype=torch.float32), persistent=False)
+        self.register_buffer("sin", torch.empty(shape, dtype=torch.float32), persistent=False)
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Fills the buffers in place. Source: RoFormer (arXiv 2104.09864)."""
+        device = self.cos.device
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
+        positions = torch.arange(self.cos.shape[0], dtype=torch.float32, device=device)
+        angles = positions[:, None] * (1.0 / self.theta**exponents)
+        torch.cos(angles, out=self.cos)
+        torch.sin(angles, out=self.sin)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotates x [B, S, H, d] by its positions 0 … S − 1."""
+        seq_len = x.shape[1]
+        return rotate(x, self.cos[:seq_len], self.sin[:seq_len])
+
+
+class Attention(nn.Module):
+    """Causal attention inside documents, with optional RMSNorm on queries and keys."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.wq = nn.Linear(config.hidden_size, query_size, bias=False)
+        self.wk = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.wv = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.wo = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+
+    def forward(self, x: torch.Tensor, documents: Documents, rope: Rope) -> torch.Tensor:
+        """x [B, S, D] → [B, S, D]."""
+        query, key, value = (
+            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.wq, self.wk, self.wv)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        out = attention(rope(query), rope(key), value, documents=documents)
+        return self.wo(out.flatten(-2))

@@ -1,0 +1,1 @@
+"""Muon and AdamW, who takes which parameter, and the learning-rate schedule."""

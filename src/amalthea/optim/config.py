@@ -1,0 +1,59 @@
+"""Optimizers and the learning-rate schedule."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from amalthea.core.component import Component
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class AdamWConfig(Component):
+    """AdamW, for embeddings, head, norms, router and biases, and for matrices by choice."""
+
+    lr: PositiveFloat = 3e-4
+    beta1: Momentum = 0.9
+    beta2: Momentum = 0.95
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+
+
+class MuonConfig(Component):
+    """Muon, for matrices: momentum, then orthogonalization by Newton-Schulz."""
+
+    lr: PositiveFloat = 3e-4
+    momentum: Momentum = 0.95
+    nesterov: bool = True
+    weight_decay: NonNegativeFloat = 0.1
+    num_steps: PositiveInt = 5
+    """Newton-Schulz steps."""
+    adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """`match_rms_adamw` scales by 0.2·√max(rows, columns), so that AdamW's learning rates carry over."""
+
+
+class ScheduleConfig(Component):
+    """The learning rate as a factor over steps."""
+
+    kind: Literal["wsd", "cosine", "constant"] = "wsd"
+    """Warmup-stable-decay, cosine, or constant after warmup."""
+    warmup_steps: NonNegativeInt = 0
+    decay_fraction: Fraction = 0.2
+    """Last part of the run in which `wsd` decays linearly."""
+    min_factor: Fraction = 0.1
+    """Factor at the last step."""
+
+
+class OptimConfig(Component):
+    """Which optimizer takes which parameters."""
+
+    experts: Literal["muon", "adamw"] = "muon"
+    """For the routed experts' matrices."""
+    matrices: Literal["muon", "adamw"] = "muon"
+    """For every other matrix between hidden layers."""
+    adamw: AdamWConfig = AdamWConfig()
+    muon: MuonConfig = MuonConfig()
+    schedule: ScheduleConfig = ScheduleConfig()

@@ -1,0 +1,1 @@
+"""Reports made from a run's own records."""

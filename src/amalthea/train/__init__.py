@@ -1,0 +1,1 @@
+"""A training run: composed in `build.py`, told in `loop.py`."""

@@ -1,0 +1,74 @@
+"""Composes a run, in one order: mesh → model on meta → expert parallel → recompute → FSDP → weights → optimizers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from amalthea.config.check import ResolvedRun
+from amalthea.config.run import RunConfig
+from amalthea.core.world import World
+from amalthea.memory.recompute import apply_recompute
+from amalthea.model.init import initialize
+from amalthea.model.transformer import Transformer
+from amalthea.optim.build import Optimizers
+from amalthea.parallel.experts import apply_expert_parallel
+from amalthea.parallel.fsdp import apply_fsdp
+from amalthea.parallel.mesh import Mesh, build_mesh
+from amalthea.parallel.shards import local_rows
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a step needs: the configuration and the placed, initialised parts."""
+
+    config: RunConfig
+    resolved: ResolvedRun
+    world: World
+    mesh: Mesh
+    model: Transformer
+    optimizers: Optimizers
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.world.torch_device)
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that a checkpoint holds, by name: parameters, load-balance biases, optimizer state."""
+        state = self.model.state_dict()
+        if self.config.model.tie_embeddings:
+            del state["head.weight"]
+        model = {f"model.{name}": tensor for name, tensor in state.items()}
+        return model | {f"optim.{name}": tensor for name, tensor in self.optimizers.named_state().items()}
+
+
+def build(config: RunConfig, resolved: ResolvedRun, world: World) -> Run:
+    """Builds the run on this rank; every rank calls it together, with a default process group.
+
+    Communication: process groups of the mesh. Memory: this rank's parameters and optimizer state.
+    """
+    mesh = build_mesh(world, dp_replicate=resolved.dp_replicate, dp_shard=resolved.dp_shard, ep=resolved.ep)
+
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    if resolved.ep > 1:
+        apply_expert_parallel(model, mesh.experts["ep"])
+    if config.memory.recompute == "block":
+        apply_recompute(model)
+    if resolved.world_size > 1 or config.precision != "fp32":
+        # One fp32 process has nothing to gather, reduce or cast.
+        apply_fsdp(
+            model,
+            mesh,
+            param_dtype=_DTYPES[config.precision],
+            reduce_dtype=_DTYPES[config.parallel.reduce_dtype],
+            reshard_after_forward=config.parallel.reshard_after_forward,
+        )
+
+    model.to_empty(device=world.torch_device)
+    initialize(model, seed=config.seed, rows_of=local_rows)
+    optimizers = Optimizers(model.named_parameters(), config.optim)
+    return Run(config, resolved, world, mesh, model, optimizers)
