@@ -59,9 +59,7 @@ class RankError(AssertionError):
         super().__init__("\n\n".join(parts))
 
 
-def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0
-) -> list[Any]:
+def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """Run `function(world, *args)` on every rank of a gloo process group and return the results by rank.
 
     `function` is at module level; arguments and results travel by pickle, so tensors by value (return
@@ -254,9 +252,7 @@ def _worker_main(folder: Path, pool_folder: Path, rank: int, num_ranks: int) -> 
     connection = Client(str(folder / "socket"))
     connection.send((rank, os.getpid()))
     store = dist.FileStore(str(pool_folder / "store"), num_ranks)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(minutes=5)
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(minutes=5))
     world = World(rank=rank, size=num_ranks, local_rank=rank, device="cpu")
     while True:
         try:

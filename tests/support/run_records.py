@@ -13,7 +13,32 @@ from amalthea.config.run import LoggingConfig
 from amalthea.core.world import World
 from amalthea.train.records import Recorder, StepRecord, ValidationRecord
 
-LANGUAGES = "bg cs da de el en es et fi fr ga hr hu it lt lv mt nl pl pt ro sk sl sv".split()
+LANGUAGES = [
+    "bg",
+    "cs",
+    "da",
+    "de",
+    "el",
+    "en",
+    "es",
+    "et",
+    "fi",
+    "fr",
+    "ga",
+    "hr",
+    "hu",
+    "it",
+    "lt",
+    "lv",
+    "mt",
+    "nl",
+    "pl",
+    "pt",
+    "ro",
+    "sk",
+    "sl",
+    "sv",
+]
 
 
 def step_record(step: int, *, total: int = 300, layers: int = 4, experts: int = 16, **changes) -> StepRecord:

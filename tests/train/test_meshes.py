@@ -18,6 +18,7 @@ MESHES = {
     "ep2-fsdp2": {"parallel__ep": 2},
     "ep4": {"parallel__ep": 4},
     "hsdp-ep2": {"parallel__dp_replicate": 2, "parallel__ep": 2},
+    "hsdp-repeated": {"parallel__dp_replicate": 2, "optim__replicas": "repeated"},
 }
 
 _single: dict[str, Curve] = {}
@@ -45,10 +46,11 @@ def test_initial_weights_are_the_same_bits_on_every_mesh(mesh: str) -> None:
 
 @pytest.mark.case(15)
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("experts", ["adamw", "muon"])
-def test_twenty_steps_agree_with_one_rank(mesh: str, experts: str) -> None:
-    one = single(tiny_config(optim__experts=experts), 20)
-    four = run_ranks(4, run_steps, tiny_config(optim__experts=experts, **MESHES[mesh]), 20)[0]
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_twenty_steps_agree_with_one_rank(mesh: str, optimizer: str) -> None:
+    chosen = {"optim__experts": optimizer, "optim__matrices": optimizer}
+    one = single(tiny_config(**chosen), 20)
+    four = run_ranks(4, run_steps, tiny_config(**chosen, **MESHES[mesh]), 20)[0]
     assert four.losses[0] == pytest.approx(one.losses[0], abs=1e-6)
     assert four.losses == pytest.approx(one.losses, abs=1e-4)
     assert four.grad_norms == pytest.approx(one.grad_norms, rel=1e-3)

@@ -4,8 +4,8 @@ All three are collective over the default process group, where there is one: eve
 arguments, and either all return or all raise the same CheckpointError. Without a process group they work in
 this process alone. See `folder` for what lies on disk.
 
-Tensors are DTensors (each rank holds a shard) or plain tensors that are equal on every rank; anything that is
-different per rank and not a DTensor is refused, because only one rank's values would survive.
+Tensors are DTensors (each rank holds a shard), `Pieces` (each rank holds blocks) or plain tensors that are equal on
+every rank; a plain tensor that differs between ranks is refused, because only one rank's values would survive.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from amalthea.checkpoint.agree import (
 from amalthea.checkpoint.folder import FileRecord, Found, Record
 from amalthea.checkpoint.storage import HashingWriter, SafeReader, read_metadata
 from amalthea.core.errors import CheckpointError
+from amalthea.core.pieces import Pieces
 from amalthea.core.world import World
 
 __all__ = ["Found", "find_newest", "load", "save"]
@@ -48,7 +49,7 @@ def save(
     run_dir: Path,
     *,
     step: int,
-    tensors: dict[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | Pieces],
     progress: dict[str, Any],
     world: World,
     keep: int,
@@ -111,7 +112,7 @@ def find_newest(run_dir: Path) -> Found:
     return folder.newest_whole(paths, damage)
 
 
-def load(path: Path, tensors: dict[str, torch.Tensor], *, strict: bool = True) -> dict[str, Any]:
+def load(path: Path, tensors: Mapping[str, torch.Tensor | Pieces], *, strict: bool = True) -> dict[str, Any]:
     """Fill `tensors` in place from the checkpoint folder `path` and return the progress saved with them.
 
     Placements, mesh and number of ranks may differ from those of the save; values are exact.
@@ -155,7 +156,7 @@ def _prepare(target: Path) -> None:
     folder.temporary(target).mkdir()
 
 
-def _write(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, FileRecord]:
+def _write(path: Path, tensors: Mapping[str, torch.Tensor | Pieces]) -> dict[str, FileRecord]:
     """Write this rank's part into `path` and return the files it wrote."""
     detached = {name: tensor.detach() for name, tensor in tensors.items()}
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -179,12 +180,16 @@ def _stop_if(failures: Failures, target: Path) -> None:
     raise CheckpointError(f"cannot save {target}: {describe(failures)}; {rest}")
 
 
-def _differing(tensors: dict[str, torch.Tensor]) -> Failures:
+def _differing(tensors: Mapping[str, torch.Tensor | Pieces]) -> Failures:
     """Plain tensors that are not the same on all ranks: saved under one name, all but one rank's would be lost."""
     if not in_group() or dist.get_world_size() == 1:
         return {}
     digests, failures = attempt(
-        lambda: {name: _digest(tensor) for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+        lambda: {
+            name: _digest(tensor)
+            for name, tensor in tensors.items()
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor)
+        }
     )
     if failures := gather_failures(failures):
         return failures
@@ -205,7 +210,7 @@ def _digest(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(data):08x}"
 
 
-def _check_names(path: Path, metadata: Metadata, tensors: dict[str, torch.Tensor], *, strict: bool) -> None:
+def _check_names(path: Path, metadata: Metadata, tensors: Mapping[str, torch.Tensor | Pieces], *, strict: bool) -> None:
     saved: dict[str, Any] = metadata.state_dict_metadata
     problems = []
     if missing := sorted(tensors.keys() - saved.keys()):

@@ -43,7 +43,6 @@ def resolve(config: RunConfig, *, world_size: int) -> ResolvedRun:
     problems = [
         *_mesh_problems(config, world_size, dp_shard),
         *_expert_problems(config, world_size, dp_shard),
-        *_matrix_problems(config, dp_shard),
         *_batch_problems(config, world_size),
         *_length_problems(config),
     ]
@@ -116,22 +115,6 @@ def _expert_problems(config: RunConfig, world_size: int, dp_shard: int | None) -
         if dp_shard is not None:
             must_divide = f"both parallel.dp_shard {dp_shard} and {must_divide}"
         yield f"parallel.ep is {ep}, but must divide {must_divide}; valid: {_list(fitting)}"
-    if config.optim.experts == "muon" and _has_experts(config) and dp_shard and num_experts % dp_shard:
-        whole = [d for d in divisors(num_experts) if world_size % d == 0]
-        yield (
-            f"optim.experts=muon needs whole experts on every rank, but parallel.dp_shard {dp_shard} does not "
-            f"divide model.moe.num_experts {num_experts}; valid parallel.dp_shard on {_ranks(world_size)}: "
-            f"{_list(whole)} (with parallel.dp_replicate {_list([world_size // d for d in whole])}); "
-            f"or choose optim.experts=adamw"
-        )
-
-
-def _matrix_problems(config: RunConfig, dp_shard: int | None) -> Iterator[str]:
-    if config.optim.matrices == "muon" and dp_shard and dp_shard > 1:
-        yield (
-            f"optim.matrices=muon with parallel.dp_shard {dp_shard}: dense matrices are row-sharded over these "
-            f"ranks and cannot be orthogonalised in place yet; choose optim.matrices=adamw"
-        )
 
 
 def _batch_problems(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -157,16 +140,12 @@ def _length_problems(config: RunConfig) -> Iterator[str]:
             f"optim.schedule.warmup_steps is {warmup}, more than train.steps {steps}; "
             f"set optim.schedule.warmup_steps={steps} or less"
         )
-    asked = config.data.tokenizer.vocab_size
-    if config.data.tokenizer.path is None and config.model.vocab_size > asked:
+    trained = config.data.tokenizer.vocab_size
+    if config.data.tokenizer.path is None and config.model.vocab_size != trained:
         yield (
-            f"model.vocab_size is {config.model.vocab_size}, more than data.tokenizer.vocab_size {asked} that the "
-            f"tokenizer is trained to; set both to the same"
+            f"model.vocab_size is {config.model.vocab_size}, but the tokenizer is trained to "
+            f"data.tokenizer.vocab_size {trained}; set both to the same"
         )
-
-
-def _has_experts(config: RunConfig) -> bool:
-    return config.model.num_dense_layers < config.model.num_layers
 
 
 def _ranks(count: int) -> str:

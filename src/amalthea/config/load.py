@@ -34,8 +34,9 @@ def load_config(path: Path) -> RunConfig:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from None
     except ValidationError as error:
-        if error.errors()[0]["type"] == "json_invalid":
-            raise ConfigError(f"{file} is not JSON: {error.errors()[0]['ctx']['error']}") from None
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            raise ConfigError(f"{file} is not JSON: {first.get('ctx', {}).get('error')}") from None
         raise ConfigError(*(f"{file}: {line}" for line in explain(error))) from None
 
 

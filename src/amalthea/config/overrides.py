@@ -99,7 +99,8 @@ def _field(key: str, root: type[Component]) -> FieldInfo:
 def _read(raw: str, field: FieldInfo) -> Any:
     """The first reading of `raw` that the setting takes; the plainest one where it takes none."""
     readings = _readings(raw)
-    adapter: TypeAdapter[Any] = TypeAdapter(Annotated[(field.annotation, "a setting", *field.metadata)])
+    annotated: Any = Annotated
+    adapter: TypeAdapter[Any] = TypeAdapter(annotated[(field.annotation, "a setting", *field.metadata)])
     for reading in readings:
         try:
             value = adapter.validate_python(reading)

@@ -34,7 +34,7 @@ def read_json_units(archive: zipfile.ZipFile, languages: frozenset[str]) -> Iter
     for name, paths in _group(archive, _JSON_PATH, languages):
         unit = Unit(name)
         for language, path in paths.items():
-            unit.messages[language] = list(_leaves(json.loads(archive.read(path))))
+            unit.messages[language] = _leaves(json.loads(archive.read(path)))
         yield unit
 
 
@@ -131,9 +131,11 @@ def _group(
     yield from sorted(groups.items())
 
 
-def _leaves(tree: object) -> Iterator[str]:
+def _leaves(tree: object, found: list[str] | None = None) -> list[str]:
+    found = [] if found is None else found
     if isinstance(tree, str):
-        yield tree
+        found.append(tree)
     elif isinstance(tree, dict):
         for branch in tree.values():
-            yield from _leaves(branch)
+            _leaves(branch, found)
+    return found

@@ -14,6 +14,7 @@ class TokenizerConfig(Component):
     """A byte-level BPE, trained on the corpus or taken from a file."""
 
     vocab_size: PositiveInt = 8192
+    """Tokens to train for; a tokenizer from a file has its own number."""
     path: Path | None = None
     """A `tokenizer.json` to use instead of training one."""
 
@@ -30,6 +31,8 @@ class DataConfig(Component):
     """Languages are drawn in proportion to tokens ** temperature: 1 as they come, 0 evenly."""
     weights: dict[str, float] | None = None
     """Fixed weights by language code instead of the temperature."""
+    max_bytes_per_language: PositiveInt | None = None
+    """Use about this many bytes of each language's text, chosen by a hash; none uses all of it."""
     val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
     """Share of documents held out, chosen by a hash of the document."""
     val_tokens_per_language: NonNegativeInt = 8192

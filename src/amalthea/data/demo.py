@@ -32,7 +32,12 @@ from amalthea.data.folders import (
 )
 from amalthea.data.sentences import sentences
 
-EU_LANGUAGES = tuple("bg cs da de el en es et fi fr ga hr hu it lt lv mt nl pl pt ro sk sl sv".split())
+# fmt: off
+EU_LANGUAGES = (
+    "bg", "cs", "da", "de", "el", "en", "es", "et", "fi", "fr", "ga", "hr",
+    "hu", "it", "lt", "lv", "mt", "nl", "pl", "pt", "ro", "sk", "sl", "sv",
+)
+# fmt: on
 """Codes of the official languages of the EU."""
 
 DEMO_KIND = "demo corpus"
@@ -123,7 +128,7 @@ def fetch_demo(cache_dir: Path, *, progress: Progress | None = None, sources: Se
         files = describe_files(folder)
         manifest = {
             "kind": DEMO_KIND,
-            "packages": {
+            "sources": {
                 source.name: {
                     "package": source.package,
                     "version": source.version,
@@ -257,16 +262,12 @@ def _extract(source: Source, path: Path, documents: dict[str, _Documents]) -> No
                     new = _new_sentences(unit.messages[language], language, documents)
                     documents[language].add_unit(new, source=source.name)
     except (zipfile.BadZipFile, ValueError) as error:
-        raise DataError(
-            f"{source.package} {source.version} cannot be read as a source of text: {error}"
-        ) from error
+        raise DataError(f"{source.package} {source.version} cannot be read as a source of text: {error}") from error
     for found in documents.values():
         found.close(source=source.name)
 
 
-def _new_sentences(
-    messages: Iterable[str], language: str, documents: dict[str, _Documents]
-) -> Iterator[str]:
+def _new_sentences(messages: Iterable[str], language: str, documents: dict[str, _Documents]) -> Iterator[str]:
     english, own = documents[ENGLISH].sentences, documents[language]
     for message in messages:
         if message in own.messages:
@@ -281,9 +282,7 @@ def _new_sentences(
 def _describe(rows: list[dict[str, str]], licences: dict[str, str]) -> dict[str, Any]:
     sources: dict[str, dict[str, Any]] = {}
     for row in rows:
-        entry = sources.setdefault(
-            row["source"], {"licence": licences[row["source"]], "documents": 0, "characters": 0}
-        )
+        entry = sources.setdefault(row["source"], {"licence": licences[row["source"]], "documents": 0, "characters": 0})
         entry["documents"] += 1
         entry["characters"] += len(row["text"])
     return {

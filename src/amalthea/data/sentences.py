@@ -6,6 +6,7 @@ import html
 import re
 from collections.abc import Iterator
 
+_MARKUP = re.compile(r"[<&\[*_`]")
 _BLOCK_TAG = re.compile(r"<(?:br|/?(?:p|div|h\d|li|ul|ol|tr|td))\b[^<>]*>", re.IGNORECASE)
 _TAG = re.compile(r"<[^<>]*>")
 _LINK = re.compile(r"!?\[([^\]\n]*)\]\([^()\n]*\)")
@@ -26,13 +27,10 @@ def sentences(message: str) -> Iterator[str]:
 
     A line in which a placeholder or markup remains is cut into sentences, and only the whole ones are kept.
     """
-    if "<" in message:
-        message = _TAG.sub("", _BLOCK_TAG.sub("\n", message))
-    if "&" in message:
-        message = html.unescape(message)
-    if "](" in message:
-        message = _LINK.sub(r"\1", message)
-    message = _EMPHASIS.sub("", message)
+    if message.count(" ") < _MIN_WORDS - 1:
+        return
+    if _MARKUP.search(message):
+        message = _without_markup(message)
     for line in message.splitlines():
         line = _LIST_MARK.sub("", line.strip())
         if not _NOT_PROSE.search(line):
@@ -42,6 +40,12 @@ def sentences(message: str) -> Iterator[str]:
         for candidate in candidates:
             if _is_long_enough(candidate):
                 yield " ".join(candidate.split())
+
+
+def _without_markup(message: str) -> str:
+    message = _TAG.sub("", _BLOCK_TAG.sub("\n", message))
+    message = _LINK.sub(r"\1", html.unescape(message))
+    return _EMPHASIS.sub("", message)
 
 
 def _is_long_enough(text: str) -> bool:

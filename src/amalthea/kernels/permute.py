@@ -43,7 +43,8 @@ def sum_to_tokens(rows: torch.Tensor, *, order: torch.Tensor, place: torch.Tenso
 class _ToRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, order: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        ctx.top_k = order.numel() // tokens.shape[0]
+        # A rank of expert parallelism may have no tokens at all.
+        ctx.top_k = order.numel() // tokens.shape[0] if len(tokens) else 1
         ctx.save_for_backward(place)
         return _spread(tokens, order, ctx.top_k)
 

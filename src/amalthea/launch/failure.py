@@ -7,6 +7,7 @@ themselves cut off in the middle of a collective, look there, and leave with tha
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -66,6 +67,7 @@ def on_main_rank(work: Callable[[], T], *, world: World) -> T:
     import torch.distributed as dist
 
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    assert not isinstance(group, int)  # every rank is a member
     assert group is not None
     try:
         return _share(work, world=world, group=group)
@@ -82,7 +84,7 @@ def explain_failure(error: Exception, *, world: World, run_dir: Path | None) -> 
             f"What was saved before is untouched"
         )
     if is_lost_connection(error):
-        reason = str(error).partition("\n")[0]
+        reason = re.sub(r"^\[[^]]*\] *", "", str(error)).partition("\n")[0].partition(". ")[0]
         return TrainingError(f"rank {world.rank} lost the other ranks ({reason}); see what they wrote last")
     return error
 
@@ -105,9 +107,9 @@ def _share(work: Callable[[], T], *, world: World, group: ProcessGroup) -> T:
             outcome = [(True, work())]
         except BaseException as error:
             code = error.exit_code if isinstance(error, AmaltheaError) else 1
-            dist.broadcast_object_list([(False, code)], src=0, group=group, device="cpu")
+            dist.broadcast_object_list([(False, code)], src=0, group=group)
             raise
-    dist.broadcast_object_list(outcome, src=0, group=group, device="cpu")
+    dist.broadcast_object_list(outcome, src=0, group=group)
     succeeded, value = outcome[0]
     if not succeeded:
         raise FailedElsewhere(value)

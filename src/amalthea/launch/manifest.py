@@ -20,6 +20,7 @@ from amalthea.core.errors import ConfigError
 from amalthea.core.world import World
 
 MANIFEST_FILE = "manifest.json"
+TOKENIZER_FILE = "tokenizer.json"
 
 FIXED_KEYS = ("seed", "precision", "model", "data", "optim", "train.global_batch_tokens")
 """Keys and groups that make a run what it is: a resumed run has the same. The order of samples hangs on the

@@ -6,11 +6,14 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Literal
 
 REQUEUE_EXIT_CODE = 75
 """EX_TEMPFAIL: the run was stopped from outside, has saved, and is to be started again."""
 INTERRUPT_EXIT_CODE = 130
 """128 + SIGINT, as a shell has it: the user stopped the run."""
+
+StopReason = Literal["interrupt", "requeue"]
 
 _LISTENED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -23,8 +26,14 @@ class StopFlag:
         """Name of the signal, such as `SIGTERM`."""
 
     def request(self, name: str) -> None:
-        """Ask to stop; the first reason stays."""
+        """Ask to stop; the first signal stays."""
         self.requested = self.requested or name
+
+    def reason(self) -> StopReason | None:
+        """What training is told: `interrupt` for Ctrl-C, `requeue` for a scheduler's signal."""
+        if self.requested is None:
+            return None
+        return "interrupt" if self.requested == "SIGINT" else "requeue"
 
 
 @contextmanager
@@ -54,8 +63,8 @@ def listen() -> Iterator[StopFlag]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def exit_code(stopped_by: str | None) -> int:
-    """0 for a run that ended, 130 where Ctrl-C stopped it, 75 (start it again) for any other signal."""
-    if stopped_by is None:
+def exit_code(stopped: StopReason | None) -> int:
+    """0 for a run that ended, 130 where Ctrl-C stopped it, 75 where it is to be started again."""
+    if stopped is None:
         return 0
-    return INTERRUPT_EXIT_CODE if stopped_by == "SIGINT" else REQUEUE_EXIT_CODE
+    return INTERRUPT_EXIT_CODE if stopped == "interrupt" else REQUEUE_EXIT_CODE

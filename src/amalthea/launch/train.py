@@ -13,17 +13,25 @@ from amalthea.config.run import RunConfig
 from amalthea.core.errors import ConfigError
 from amalthea.core.world import World
 from amalthea.launch.failure import on_main_rank, run_together
-from amalthea.launch.manifest import check_same_run, write_manifest
+from amalthea.launch.manifest import TOKENIZER_FILE, check_same_run, write_manifest
+from amalthea.launch.paths import cache_dir
 from amalthea.launch.signals import exit_code, listen
 from amalthea.launch.world import discover, process_group
 
 RUNS_FOLDER = Path("runs")
 
 
-def run(config: RunConfig, *, run_dir: Path | None = None, finish: Callable[[Path], None] | None = None) -> int:
+def run(
+    config: RunConfig,
+    *,
+    run_dir: Path | None = None,
+    say: Callable[[str], None] | None = None,
+    finish: Callable[[Path], None] | None = None,
+) -> int:
     """Train as `config` says, in `run_dir` or a new folder `runs/RECIPE-TIME`; every rank calls it together.
 
-    `finish` is called on rank 0 with the run folder once training has ended or was stopped. Returns the exit
+    On rank 0, `say` is told how the data is being prepared, and `finish` is called with the run folder once
+    training has ended or was stopped. Returns the exit
     code: 0, or 75 / 130 where a signal stopped the run after it had saved, or another rank's code where that
     one failed.
 
@@ -40,7 +48,7 @@ def run(config: RunConfig, *, run_dir: Path | None = None, finish: Callable[[Pat
         return error.exit_code
     with process_group(world) as store:
         return run_together(
-            lambda: _run(config, resolved, world, run_dir=run_dir, finish=finish),
+            lambda: _run(config, resolved, world, run_dir=run_dir, say=say, finish=finish),
             world=world,
             store=store,
             run_dir=run_dir or RUNS_FOLDER,
@@ -75,9 +83,10 @@ def _run(
     world: World,
     *,
     run_dir: Path | None,
+    say: Callable[[str], None] | None,
     finish: Callable[[Path], None] | None,
 ) -> int:
-    from amalthea.data.dataset import prepare
+    from amalthea.data.prepare import prepare
     from amalthea.train.loop import train
 
     def open_folder() -> Path:
@@ -86,16 +95,18 @@ def _run(
         return folder
 
     folder = on_main_rank(open_folder, world=world)
-    prepared = on_main_rank(lambda: prepare(config.data, seed=config.seed), world=world)
+    prepared = on_main_rank(lambda: prepare(config.data, cache_dir=cache_dir(), progress=say), world=world)
     check_vocab(config, tokenizer_vocab_size=prepared.vocab_size)
 
-    chosen = chosen_automatically(config, resolved, world)
-    on_main_rank(
-        lambda: write_manifest(folder, config=config, resolved=resolved, world=world, chosen=chosen), world=world
-    )
+    def write_folder() -> None:
+        chosen = chosen_automatically(config, resolved, world)
+        write_manifest(folder, config=config, resolved=resolved, world=world, chosen=chosen)
+        prepared.tokenizer.save(folder / TOKENIZER_FILE)  # it outlives the cache
+
+    on_main_rank(write_folder, world=world)
     with listen() as stop:
-        result = train(config, resolved, world, prepared, run_dir=folder, stop=stop)
+        result = train(config, resolved, world, prepared, run_dir=folder, stop_requested=stop.reason)
 
     if finish is not None and world.is_main:
         finish(folder)
-    return exit_code(result.stopped_by)
+    return exit_code(result.stopped)

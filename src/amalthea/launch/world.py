@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
@@ -27,6 +28,8 @@ Environment = Mapping[str, str]
 
 MEETING_TIME = timedelta(minutes=30)
 """How long ranks wait for each other to start, and in a collective."""
+LEAVING_S = 3.0
+"""How long rank 0 waits for the others at the end."""
 
 
 @dataclass(frozen=True)
@@ -108,14 +111,16 @@ def process_group(world: World, *, environ: Environment = os.environ) -> Iterato
         world_size=world.size,
         timeout=MEETING_TIME,
     )
+    shared = dist.PrefixStore("launch", store)
+    failed = True
     try:
-        yield dist.PrefixStore("launch", store)
-    except BaseException:
+        yield shared
+        failed = False
+    finally:
         # NCCL's orderly end waits for the other ranks, which may never answer; leaving the process ends it.
-        if world.device == "cpu" and dist.is_initialized():
+        if world.device == "cpu" or not failed:
             dist.destroy_process_group()
-        raise
-    dist.destroy_process_group()
+        _leave(shared, world)
 
 
 def share_threads(world: World, *, environ: Environment = os.environ) -> int | None:
@@ -175,7 +180,8 @@ def _torchrun_place(environ: Environment) -> Place:
     if missing:
         present = ", ".join(name for name in needed if name in environ)
         raise ConfigError(
-            f"{present} set but {', '.join(missing)} not; start with torchrun or srun, or set all of {', '.join(needed)}"
+            f"{present} set but {', '.join(missing)} not; start with torchrun or srun, "
+            f"or set all of {', '.join(needed)}"
         )
     rank, size = _number("RANK", environ), _number("WORLD_SIZE", environ)
     return Place(
@@ -242,6 +248,21 @@ def _open_store(world: World, environ: Environment) -> Store:
     except dist.DistError as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"rank {world.rank} cannot meet the others at {address}:{port} ({reason})") from error
+
+
+def _leave(store: Store, world: World) -> None:
+    """Rank 0 may hold the store: it leaves last, so that ranks that it cut off can still look there."""
+    import torch.distributed as dist
+
+    if world.size == 1:
+        return
+    with suppress(dist.DistError, RuntimeError):
+        if store.add("left", 1) == world.size:
+            store.set("all_left", "")
+        deadline = time.monotonic() + LEAVING_S
+        # Looked at again and again: torch writes a warning when a wait runs out.
+        while world.is_main and not store.check(["all_left"]) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 def _choose_device(asked: Literal["auto", "cpu", "cuda"], place: Place) -> Literal["cpu", "cuda"]:

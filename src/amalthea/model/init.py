@@ -2,7 +2,7 @@
 
 A *row* of a parameter is one index of its first dimension: an expert of a stack, a row of a matrix, an entry of a
 vector. Rows are drawn in *bands* of fixed height, each from a generator seeded by (base seed, parameter name, band),
-so that a rank can draw just the bands it holds, and the values are the same bits however the rows are spread.
+so that a rank can draw just the bands it holds, and the values are the same bits however the parameter is spread.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from amalthea.model.transformer import Transformer
 _BAND_ELEMENTS = 1 << 20
 """A band has as many whole rows as fit here, at least one: the wasted draws of a rank stay below two bands."""
 
-RowRange = Callable[[str, nn.Parameter], tuple[torch.Tensor, int, int]]
-"""Maps a parameter to (local tensor, first global row, global rows)."""
+PartOf = Callable[[str, nn.Parameter], tuple[torch.Tensor, tuple[int, ...]]]
+"""Maps a parameter to this rank's part of it and the global index where that begins, by dimension."""
 
 
-def whole_rows(name: str, parameter: nn.Parameter) -> tuple[torch.Tensor, int, int]:
-    """The `RowRange` of a model that is not sharded."""
-    return parameter.data, 0, parameter.shape[0]
+def whole(name: str, parameter: nn.Parameter) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The `PartOf` a model that is not sharded."""
+    return parameter.data, (0,) * parameter.ndim
 
 
 @torch.no_grad()
-def initialize(model: Transformer, *, seed: int, rows_of: RowRange = whole_rows) -> None:
+def initialize(model: Transformer, *, seed: int, part_of: PartOf = whole) -> None:
     """Fills every parameter and buffer in place.
 
     Norms are ones; matrices are normal with the deviation of `init_std`. Same bits on any mesh of one device type.
     Communication: none. Memory: one band at a time.
     """
     for name, parameter in model.named_parameters():
-        local, first_row, _ = rows_of(name, parameter)
+        local, offsets = part_of(name, parameter)
         std = parameter_std(name, model.config)
         if std is None:
             local.fill_(1.0)
         elif local.numel():
-            _fill_normal(local, first_row, seed=parameter_seed(seed, name), std=std)
+            _fill_normal(local, offsets, parameter.shape, seed=parameter_seed(seed, name), std=std)
     for name, buffer in model.named_buffers():
         if name.endswith("router.bias"):
             buffer.zero_()
@@ -70,14 +70,15 @@ def parameter_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def _fill_normal(local: torch.Tensor, first_row: int, *, seed: int, std: float) -> None:
-    row_elements = local[0].numel()
-    band_rows = max(1, _BAND_ELEMENTS // row_elements)
-    end_row = first_row + local.shape[0]
+def _fill_normal(local: torch.Tensor, offsets: tuple[int, ...], shape: torch.Size, *, seed: int, std: float) -> None:
+    band_rows = max(1, _BAND_ELEMENTS // shape[1:].numel())
+    first_row, end_row = offsets[0], offsets[0] + local.shape[0]
+    columns = tuple(slice(start, start + size) for start, size in zip(offsets[1:], local.shape[1:], strict=True))
     for band in range(first_row // band_rows, -(-end_row // band_rows)):
         band_start = band * band_rows
         start, stop = max(first_row, band_start), min(end_row, band_start + band_rows)
         generator = torch.Generator(local.device).manual_seed((seed + band) & ((1 << 63) - 1))
-        values = torch.empty((band_rows, *local.shape[1:]), dtype=torch.float32, device=local.device)
+        values = torch.empty((band_rows, *shape[1:]), dtype=torch.float32, device=local.device)
         values.normal_(0.0, std, generator=generator)
-        local[start - first_row : stop - first_row].copy_(values[start - band_start : stop - band_start])
+        rows = values[(slice(start - band_start, stop - band_start), *columns)]
+        local[start - first_row : stop - first_row].copy_(rows)

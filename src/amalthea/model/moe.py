@@ -62,7 +62,7 @@ class Router(nn.Module):
             # Load share of each expert in its sequence, 1 where balanced: no gradient, so counts suffice.
             chosen = experts.flatten(1)
             load = torch.zeros_like(scores[:, 0]).scatter_add_(1, chosen, scores.new_ones(chosen.shape))
-            share = (load * (config.num_experts / chosen.shape[1]))[:, None]
+            share = load * (config.num_experts / chosen.shape[1])
             affinity = (scores / (scores.sum(-1, keepdim=True) + 1e-20)).sum(dim=1)
             balance = config.aux_loss_coef * (share * affinity).sum()
         if config.z_loss_coef:

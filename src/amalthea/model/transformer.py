@@ -5,7 +5,8 @@ Shape legend: B sequences, S tokens per sequence, D hidden, V vocabulary, L laye
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -97,8 +98,17 @@ class Transformer(nn.Module):
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head = Head(config)
-        if config.tie_embeddings:
-            self.head.weight = self.embed.weight
+        self._tie()
+
+    def _tie(self) -> None:
+        if self.config.tie_embeddings:
+            self.head.register_parameter("weight", self.embed.get_parameter("weight"))
+
+    def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
+        """Ties again after `to_empty` and the like, which make a new parameter for each of its places."""
+        super()._apply(fn, recurse)
+        self._tie()
+        return self
 
     def forward(
         self,

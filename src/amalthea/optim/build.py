@@ -1,26 +1,32 @@
 """Who optimizes what, and one object that steps them all.
 
-Optimizers work on the *local* part of each parameter, so that DTensor adds nothing to a step; the state is held in
-DTensors of the parameter's placement, whose local parts the optimizers see. So a checkpoint finds state by parameter
-name, in a form that reshards.
+Optimizers work on the *local* part of each parameter, so that DTensor adds nothing to a step. State is saved by
+parameter name, as DTensors of the parameter's placement (AdamW) or as the pieces that owners hold (Muon), in forms
+that reshard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from amalthea.core.errors import PlacementError
+from amalthea.core.pieces import Piece, Pieces
 from amalthea.core.tensors import local_tensor
+from amalthea.flexshard.layout import Grid, Storage, StoredParameter
+from amalthea.flexshard.plan import plan_layout
 from amalthea.optim.config import OptimConfig
-from amalthea.optim.muon import Muon
+from amalthea.optim.dist_muon import DistMuon
+from amalthea.optim.newton_schulz import orthogonalize_flops
 
 OptimizerName = Literal["muon", "adamw"]
+
+_BUCKET_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,24 @@ class Assignment:
     reason: str
 
 
-def assign(name: str, shape: torch.Size, config: OptimConfig) -> Assignment:
+@dataclass(frozen=True)
+class Place:
+    """This rank in the grid, and the groups of its axes; none where the axis has one rank.
+
+    `all_ranks` is the whole run. `owning` says whether gradients arrive unreduced over replicas, so that each unit has
+    one owning replica; otherwise replicas repeat the work.
+    """
+
+    grid: Grid = field(default_factory=lambda: Grid(1, 1))
+    replica: int = 0
+    rank: int = 0
+    shard_group: dist.ProcessGroup | None = None
+    replica_group: dist.ProcessGroup | None = None
+    all_ranks: dist.ProcessGroup | None = None
+    owning: bool = False
+
+
+def assign(name: str, shape: tuple[int, ...], config: OptimConfig) -> Assignment:
     """Decides by name: routed experts, other hidden matrices, everything else (AdamW)."""
     optimizer: OptimizerName = "adamw"
     if ".experts." in name:
@@ -49,62 +72,144 @@ def assign(name: str, shape: torch.Size, config: OptimConfig) -> Assignment:
     return Assignment(name, tuple(shape), optimizer, reason)
 
 
+def stored_parameter(
+    name: str, shape: tuple[int, ...], config: OptimConfig, *, head_dim: int, experts_by_rows: bool
+) -> StoredParameter:
+    """How the planner sees a parameter that Muon takes."""
+    storage: Storage = "rows"
+    if len(shape) == 3:
+        storage = "expert_rows" if experts_by_rows else "experts"
+    is_projection = name.endswith((".wq.weight", ".wk.weight", ".wv.weight"))
+    return StoredParameter(name, tuple(shape), storage, head_dim if config.muon.per_head and is_projection else None)
+
+
 class Optimizers:
     """All optimizers of a model, stepped together.
 
-    Raises PlacementError where Muon is to take a matrix of which this rank holds a part only.
+    A step is `reduce_over_replicas`, `grad_norm`, by choice `scale_grads`, then `step`. Raises PlacementError where a
+    parameter's storage is not one that the planner knows.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> None:
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        config: OptimConfig,
+        *,
+        place: Place | None = None,
+        head_dim: int = 1,
+        experts_by_rows: bool = False,
+    ) -> None:
+        self.place = place or Place()
         self.parameters = dict(named_parameters)
-        self.assignments = [assign(name, p.shape, config) for name, p in self.parameters.items()]
+        self.assignments = [assign(name, tuple(p.shape), config) for name, p in self.parameters.items()]
         self._locals = {name: nn.Parameter(local_tensor(p.data)) for name, p in self.parameters.items()}
-        self._state: dict[str, torch.Tensor] = {}
         self._base_lr = {"muon": config.muon.lr, "adamw": config.adamw.lr}
-        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.muon: DistMuon | None = None
+        self.adamw: torch.optim.AdamW | None = None
+        self._adamw_state: dict[str, torch.Tensor] = {}
         if names := self._names("muon"):
-            for name in names:
-                _check_whole_matrices(name, self.parameters[name])
-            muon = Muon([self._locals[name] for name in names], config=config.muon)
-            self._adopt(muon, names, ("momentum",))
-            self._optimizers["muon"] = muon
+            stored = [
+                stored_parameter(
+                    name,
+                    tuple(self.parameters[name].shape),
+                    config,
+                    head_dim=head_dim,
+                    experts_by_rows=experts_by_rows,
+                )
+                for name in names
+            ]
+            self.muon = self._build_muon(config, stored)
         if names := self._names("adamw"):
-            adamw = _build_adamw(config, {name: self._locals[name] for name in names})
-            self._adopt(adamw, names, ("exp_avg", "exp_avg_sq", "step"))
-            self._optimizers["adamw"] = adamw
+            self.adamw = _build_adamw(config, [self._locals[name] for name in names])
+            self._make_adamw_state(self.adamw, names)
 
     def _names(self, optimizer: OptimizerName) -> list[str]:
         return [a.name for a in self.assignments if a.optimizer == optimizer]
 
-    def _adopt(self, optimizer: torch.optim.Optimizer, names: list[str], keys: tuple[str, ...]) -> None:
-        """Makes the state, in the parameter's placement, and gives the optimizer its local part."""
+    def _build_muon(self, config: OptimConfig, stored: list[StoredParameter]) -> DistMuon:
+        place = self.place
+        # Without owning replicas each replica plans, and works, as if it were alone.
+        grid = place.grid if place.owning else Grid(1, place.grid.num_ranks, place.grid.ep)
+        cost = partial(orthogonalize_flops, num_steps=config.muon.num_steps)
+        return DistMuon(
+            [self._locals[parameter.name] for parameter in stored],
+            config=config.muon,
+            layout=plan_layout(stored, grid, cost=cost),
+            replica=place.replica if place.owning else 0,
+            rank=place.rank,
+            shard_group=place.shard_group,
+            replica_group=place.replica_group,
+        )
+
+    def _make_adamw_state(self, adamw: torch.optim.AdamW, names: list[str]) -> None:
+        """Makes the state at once, in the parameter's placement, and gives AdamW its local part."""
         for name in names:
             parameter = self.parameters[name]
-            state = {
-                key: torch.zeros((), dtype=torch.float32)
-                if key == "step"
-                else torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
-                for key in keys
-            }
-            optimizer.state[self._locals[name]] = {key: local_tensor(value) for key, value in state.items()}
-            self._state.update({f"{name}.{key}": value for key, value in state.items()})
+            state = {key: torch.zeros_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            adamw.state[self._locals[name]] = {key: local_tensor(value) for key, value in state.items()}
+            self._adamw_state |= {f"{name}.{key}": value for key, value in state.items()}
 
-    def named_state(self) -> dict[str, torch.Tensor]:
+    def named_state(self) -> dict[str, torch.Tensor | Pieces]:
         """Every state tensor by `PARAMETER.KEY`, sharing memory with the optimizers."""
-        return dict(self._state)
+        state: dict[str, torch.Tensor | Pieces] = dict(self._adamw_state)
+        if self.muon is not None:
+            state |= {f"{name}.momentum": pieces for name, pieces in _momentum_pieces(self.muon).items()}
+        return state
 
     @property
     def learning_rates(self) -> dict[str, float]:
         """The current learning rate by optimizer."""
-        return {name: optimizer.param_groups[0]["lr"] for name, optimizer in self._optimizers.items()}
+        found = {"muon": self.muon, "adamw": self.adamw}
+        return {name: o.param_groups[0]["lr"] for name, o in found.items() if o is not None}
+
+    @torch.no_grad()
+    def reduce_over_replicas(self) -> None:
+        """Hands local gradients to the optimizers; with owning replicas, sums them over replicas first.
+
+        Muon's go to their owners only. Communication over replicas: a reduce-scatter for each of Muon's buckets, an
+        all-reduce for each of AdamW's.
+        """
+        for name, local in self._locals.items():
+            grad = self.parameters[name].grad
+            local.grad = None if grad is None else local_tensor(grad)
+        if not self.place.owning:
+            return
+        if self.muon is not None:
+            self.muon.reduce_over_replicas()
+        _all_reduce_in_buckets(self._adamw_grads(), self.place.replica_group)
+
+    @torch.no_grad()
+    def grad_norm(self) -> torch.Tensor:
+        """Euclidean norm of all gradients, experts included: an fp32 scalar, equal on every rank.
+
+        Within a replica each rank holds another part of every parameter, so one sum of squares over its ranks is the
+        norm of a single process. With owning replicas the sum runs over all ranks: Muon's units count where they are
+        owned, and AdamW's, which all replicas hold, by their share. Communication: one all-reduce of a scalar.
+        """
+        adamw, muon = self._adamw_grads(), self._muon_grads()
+        square = torch.zeros((), dtype=torch.float32, device=(adamw or muon)[0].device)
+        if adamw:
+            square += _square_sum(adamw) / (self.place.grid.num_replicas if self.place.owning else 1)
+        if muon:
+            square += _square_sum(muon)
+        group = self.place.all_ranks if self.place.owning else self.place.shard_group
+        if group is not None:
+            dist.all_reduce(square, group=group)
+        return square.sqrt()
+
+    @torch.no_grad()
+    def scale_grads(self, *, norm: torch.Tensor, max_norm: float) -> None:
+        """Multiplies every gradient by min(1, max_norm / norm)."""
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(self._adamw_grads() + self._muon_grads(), factor)
 
     @torch.no_grad()
     def step(self, *, lr_factor: float) -> None:
         """Updates all parameters from their gradients at `lr_factor` times the configured rates."""
-        for name, local in self._locals.items():
-            grad = self.parameters[name].grad
-            local.grad = None if grad is None else local_tensor(grad)
-        for name, optimizer in self._optimizers.items():
+        for name, optimizer in (("muon", self.muon), ("adamw", self.adamw)):
+            if optimizer is None:
+                continue
             for group in optimizer.param_groups:
                 group["lr"] = self._base_lr[name] * lr_factor
             optimizer.step()
@@ -114,15 +219,25 @@ class Optimizers:
             parameter.grad = None
             self._locals[name].grad = None
 
+    def _adamw_grads(self) -> list[torch.Tensor]:
+        grads = (self._locals[name].grad for name in self._names("adamw"))
+        return [grad for grad in grads if grad is not None]
 
-def _build_adamw(config: OptimConfig, parameters: dict[str, nn.Parameter]) -> torch.optim.AdamW:
+    def _muon_grads(self) -> list[torch.Tensor]:
+        """Gradients of the units that this rank's replica owns; whole local ones where it owns all."""
+        if self.muon is None:
+            return []
+        if self.place.owning:
+            return self.muon.grad_views(self.muon.mine)
+        return [p.grad for p in self.muon.params if p.grad is not None]
+
+
+def _build_adamw(config: OptimConfig, parameters: list[nn.Parameter]) -> torch.optim.AdamW:
     """Weight decay falls on matrices only: norms are scales, not directions."""
     adamw = config.adamw
-    matrices = [p for p in parameters.values() if p.ndim >= 2]
-    vectors = [p for p in parameters.values() if p.ndim < 2]
     groups = [
-        {"params": matrices, "weight_decay": adamw.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": adamw.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -133,14 +248,37 @@ def _build_adamw(config: OptimConfig, parameters: dict[str, nn.Parameter]) -> to
     )
 
 
-def _check_whole_matrices(name: str, parameter: nn.Parameter) -> None:
-    local = local_tensor(parameter.data)
-    if not isinstance(parameter.data, DTensor) or local.shape[-2:] == parameter.shape[-2:]:
-        is_whole = local.ndim == 3 or local.shape == parameter.shape
-    else:
-        is_whole = False
-    if not is_whole:
-        raise PlacementError(
-            f"{name} {tuple(parameter.shape)} is sharded into {tuple(local.shape)}, and Muon needs whole matrices on "
-            "a rank; choose optim.matrices=adamw (or optim.experts=adamw), or one rank per replica"
+def _momentum_pieces(muon: DistMuon) -> dict[str, Pieces]:
+    pieces: dict[str, list[Piece]] = {parameter.name: [] for parameter in muon.layout.parameters}
+    for position, momentum in muon.momenta.items():
+        slab = muon.slabs[position]
+        parameter = muon.layout.parameters[slab.parameter]
+        if len(parameter.shape) == 3:
+            pieces[parameter.name].append(Piece((slab.expert, slab.row, 0), momentum))
+        else:
+            pieces[parameter.name].append(Piece((slab.row, 0), momentum[0]))
+    dtype = torch.float32 if muon.config.momentum_dtype == "fp32" else torch.bfloat16
+    return {
+        parameter.name: Pieces(parameter.shape, dtype, pieces[parameter.name]) for parameter in muon.layout.parameters
+    }
+
+
+def _square_sum(grads: list[torch.Tensor]) -> torch.Tensor:
+    norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
+    return torch.stack(list(norms)).square().sum()
+
+
+def _all_reduce_in_buckets(grads: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    start = 0
+    while start < len(grads):
+        stop, size = start + 1, grads[start].numel()
+        while stop < len(grads) and size + grads[stop].numel() <= _BUCKET_ELEMENTS:
+            size += grads[stop].numel()
+            stop += 1
+        bucket = grads[start:stop]
+        flat = torch.cat([grad.reshape(-1) for grad in bucket])
+        dist.all_reduce(flat, group=group)
+        torch._foreach_copy_(
+            bucket, [p.view_as(g) for p, g in zip(flat.split([g.numel() for g in bucket]), bucket, strict=True)]
         )
+        start = stop

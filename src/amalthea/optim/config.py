@@ -31,6 +31,13 @@ class MuonConfig(Component):
     weight_decay: NonNegativeFloat = 0.1
     num_steps: PositiveInt = 5
     """Newton-Schulz steps."""
+    coefficients: Literal["quintic", "polar_express", "youj"] = "quintic"
+    """Polynomials of the Newton-Schulz steps; `youj` exists for five steps."""
+    form: Literal["standard", "gram"] = "standard"
+    """`gram` iterates the Gram matrix of matrices that are wide or tall enough, with restarts."""
+    per_head: bool = False
+    """Orthogonalize the query, key and value projections head by head."""
+    momentum_dtype: Literal["fp32", "bf16"] = "fp32"
     adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     """`match_rms_adamw` scales by 0.2·√max(rows, columns), so that AdamW's learning rates carry over."""
 
@@ -54,6 +61,9 @@ class OptimConfig(Component):
     """For the routed experts' matrices."""
     matrices: Literal["muon", "adamw"] = "muon"
     """For every other matrix between hidden layers."""
+    replicas: Literal["owning", "repeated"] = "owning"
+    """With replicas: `owning` gives each of Muon's matrices one replica, which alone keeps its momentum and computes
+    its update; `repeated` all-reduces gradients and lets every replica do all the work."""
     adamw: AdamWConfig = AdamWConfig()
     muon: MuonConfig = MuonConfig()
     schedule: ScheduleConfig = ScheduleConfig()

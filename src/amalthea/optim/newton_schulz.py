@@ -1,45 +1,147 @@
 """Orthogonalization by Newton-Schulz, for many matrices of one shape at a time.
 
-Shape legend: M matrices, R rows, C columns.
+A step multiplies X by an even polynomial of its Gram matrix, X ← (a·I + b·G + c·G²)·X with G = X·Xᵀ, and draws the
+singular values towards 1. The *standard* form does just that. The *Gram* form leaves X alone for a few steps: it
+moves G instead and collects the polynomials in Q, then applies Q to X once. On wide matrices that saves products
+with the long side. Errors in G grow where singular values are tiny, so it *restarts* (forms G anew from X) every
+two steps; without restarts it explodes on spectra like 1/k.
+
+Shape legend: M matrices, R rows, C columns, S = min(R, C).
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
-# An odd quintic a·x + b·x³ + c·x⁵ whose iteration draws all singular values in (0, 1] to about 1. Source: Keller
-# Jordan, "Muon: an optimizer for hidden layers" (2024); the coefficients of torch.optim.Muon.
-QUINTIC = (3.4445, -4.7750, 2.0315)
+Coefficients = Literal["quintic", "polar_express", "youj"]
+Form = Literal["standard", "gram"]
+
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+_POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+_POLAR_EXPRESS_SAFETY = 1.01
+_YOUJ = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
+GRAM_MIN_ASPECT = 1.5
+"""The Gram form costs less from about this ratio of sides; squarer matrices take the standard form."""
+
+
+def polynomials(coefficients: Coefficients, num_steps: int) -> tuple[tuple[float, float, float], ...]:
+    """(a, b, c) of each step.
+
+    Sources: `quintic` Keller Jordan, "Muon" (2024), also torch.optim.Muon's; `polar_express` arXiv 2505.16932, with
+    its safety factor 1.01 on all steps but the last and its limit (15/8, −10/8, 3/8) for further steps; `youj` You
+    Jiacheng's five-step set (2024), which exists for five steps only (ValueError otherwise).
+    """
+    if coefficients == "quintic":
+        return (_QUINTIC,) * num_steps
+    if coefficients == "youj":
+        if num_steps != len(_YOUJ):
+            raise ValueError(f"the coefficients youj are for {len(_YOUJ)} steps, not {num_steps}")
+        return _YOUJ
+    steps = (*_POLAR_EXPRESS, *(_POLAR_EXPRESS[-1],) * num_steps)[:num_steps]
+    safety = _POLAR_EXPRESS_SAFETY
+    return (*((a / safety, b / safety**3, c / safety**5) for a, b, c in steps[:-1]), steps[-1])
+
+
+def orthogonalize_flops(rows: int, columns: int, *, num_steps: int = 5) -> int:
+    """FLOP of one matrix in the standard form: 4·S²·L + 2·S³ each step, with sides S ≤ L."""
+    small, large = min(rows, columns), max(rows, columns)
+    return num_steps * (4 * small * small * large + 2 * small**3)
 
 
 def orthogonalize(
-    matrices: torch.Tensor, *, num_steps: int = 5, eps: float = 1e-7, max_elements: int = 1 << 24
+    matrices: torch.Tensor,
+    *,
+    num_steps: int = 5,
+    coefficients: Coefficients = "quintic",
+    form: Form = "standard",
+    eps: float = 1e-7,
+    max_elements: int = 1 << 26,
 ) -> torch.Tensor:
     """Replaces each matrix U·S·Vᵀ by about U·Vᵀ.
 
-    Shapes: matrices [M, R, C] or [R, C]; returns the same shape in bf16. Computed in bf16 with fp32 norms; the
-    smaller side is iterated. A zero matrix stays zero. Memory: chunks of at most `max_elements` elements, or one
-    matrix, times about four. Communication: none.
+    Shapes: matrices [M, R, C] or [R, C], any float dtype; returns the same shape in bf16. Cast to bf16 *before* the
+    norm is taken (in fp32), so bf16 input gives the same bits as its fp32 original. The smaller side is iterated.
+    A zero matrix stays zero; a matrix with a non-finite entry becomes NaN, alone. Memory: scratch for `max_elements`
+    elements at a time, or one matrix, times about four. Communication: none.
     """
     if matrices.ndim == 2:
-        return orthogonalize(matrices[None], num_steps=num_steps, eps=eps, max_elements=max_elements)[0]
-    chunk = max(1, max_elements // max(1, matrices[0].numel()) if len(matrices) else 1)
+        return orthogonalize(
+            matrices[None],
+            num_steps=num_steps,
+            coefficients=coefficients,
+            form=form,
+            eps=eps,
+            max_elements=max_elements,
+        )[0]
+    steps = polynomials(coefficients, num_steps)
+    rows, columns = matrices.shape[-2:]
+    use_gram = form == "gram" and max(rows, columns) >= GRAM_MIN_ASPECT * min(rows, columns)
+    iterate = _gram_form if use_gram else _standard_form
+    chunk = max(1, max_elements // max(1, rows * columns))
     out = torch.empty(matrices.shape, dtype=torch.bfloat16, device=matrices.device)
     for start in range(0, len(matrices), chunk):
         part = slice(start, start + chunk)
-        out[part] = _iterate(matrices[part].to(torch.bfloat16), num_steps, eps)
+        x = matrices[part].to(torch.bfloat16)
+        x = x.mT if rows > columns else x
+        norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+        x = iterate(x / norm.clamp(min=eps).to(x.dtype), steps)
+        out[part] = x.mT if rows > columns else x
     return out
 
 
-def _iterate(x: torch.Tensor, num_steps: int, eps: float) -> torch.Tensor:
-    is_tall = x.shape[-2] > x.shape[-1]
-    if is_tall:
-        x = x.mT
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    x = x / norm.clamp(min=eps).to(x.dtype)
-    a, b, c = QUINTIC
-    for _ in range(num_steps):
+def _standard_form(x: torch.Tensor, steps: tuple[tuple[float, float, float], ...]) -> torch.Tensor:
+    for a, b, c in steps:
         gram = x @ x.mT
-        update = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, update, x, beta=a)
-    return x.mT if is_tall else x
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x
+
+
+def _gram_form(x: torch.Tensor, steps: tuple[tuple[float, float, float], ...]) -> torch.Tensor:
+    for group in _groups_between_restarts(steps):
+        gram = x @ x.mT
+        # A factor (a·I + P) keeps its scalar a apart, in full precision: a bf16 diagonal would round it.
+        scalar, collected = 1.0, None
+        for index, (a, b, c) in enumerate(group):
+            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            if collected is None:
+                scalar, collected = a, polynomial
+            else:
+                product = torch.baddbmm(collected, polynomial, collected, beta=a)
+                scalar, collected = a * scalar, product.add_(polynomial, alpha=scalar)
+            if index + 1 < len(group):
+                half = torch.baddbmm(gram, polynomial, gram, beta=a)
+                gram = torch.baddbmm(half, half, polynomial, beta=a)
+        assert collected is not None
+        x = torch.baddbmm(x, collected, x, beta=scalar)
+    return x
+
+
+def _groups_between_restarts(
+    steps: tuple[tuple[float, float, float], ...],
+) -> list[tuple[tuple[float, float, float], ...]]:
+    """Pairs of steps; of an odd number the one before the last pair is alone.
+
+    On a flat spectrum that order stays nearest to the standard form: the last pair starts from a fresh Gram matrix.
+    """
+    if len(steps) % 2 == 0 or len(steps) < 3:
+        return [steps[i : i + 2] for i in range(0, len(steps), 2)]
+    return [*(steps[i : i + 2] for i in range(0, len(steps) - 3, 2)), (steps[-3],), steps[-2:]]

@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from amalthea.core.errors import PlacementError
+from amalthea.core.tensors import local_tensor
 
 
-def local_rows(name: str, parameter: nn.Parameter) -> tuple[torch.Tensor, int, int]:
-    """(local tensor, its first global row, global rows) of a parameter that is sharded by rows or not at all.
+class LocalPart(NamedTuple):
+    """This rank's part of a parameter, sharing memory, and the global index where it begins, by dimension."""
+
+    tensor: torch.Tensor
+    offsets: tuple[int, ...]
+
+
+def local_part(name: str, parameter: nn.Parameter) -> LocalPart:
+    """The part of a parameter that is sharded along any dimensions, or not at all.
 
     Experts are split over `ep` first and `efsdp` second, although the mesh names `efsdp` first; each split is
-    `torch.chunk`'s. Communication: none. Raises PlacementError for any other placement.
+    `torch.chunk`'s. Communication: none. Raises PlacementError for a placement that is neither shard nor replica.
     """
     data = parameter.data
-    if not isinstance(data, DTensor):
-        return data, 0, data.shape[0]
-    first, rows = 0, data.shape[0]
-    for axis in _split_order(name, data):
-        size, index = data.device_mesh.size(axis), data.device_mesh.get_local_rank(axis)
-        chunk = -(-rows // size)
-        start = min(index * chunk, rows)
-        first, rows = first + start, min(chunk, rows - start)
-    local = data.to_local()
-    assert local.shape[0] == rows, f"{name}: expected {rows} local rows, found {local.shape[0]}"
-    return local, first, data.shape[0]
+    local = local_tensor(data)
+    starts, sizes = [0] * data.ndim, list(data.shape)
+    if isinstance(data, DTensor):
+        for axis in _split_order(name, data):
+            dim = data.placements[axis].dim  # type: ignore[attr-defined]
+            size, index = data.device_mesh.size(axis), data.device_mesh.get_local_rank(axis)
+            chunk = -(-sizes[dim] // size)
+            start = min(index * chunk, sizes[dim])
+            starts[dim], sizes[dim] = starts[dim] + start, min(chunk, sizes[dim] - start)
+    assert list(local.shape) == sizes, f"{name}: expected {sizes}, found {list(local.shape)}"
+    return LocalPart(local, tuple(starts))
 
 
 def _split_order(name: str, tensor: DTensor) -> list[int]:
-    """Mesh axes that split rows, first split first: FSDP splits last what expert parallelism split before."""
+    """Mesh axes that split the tensor, first split first: FSDP splits last what expert parallelism split before."""
     axes = []
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):
             continue
-        if getattr(placement, "dim", None) != 0:
-            raise PlacementError(f"{name} is placed as {tensor.placements}; rows (Shard(0)) were expected")
+        if not hasattr(placement, "dim"):
+            raise PlacementError(f"{name} is placed as {tensor.placements}; shards and replicas were expected")
         axes.append((not isinstance(placement, Shard) or hasattr(placement, "split_factor"), axis))
     return [axis for _, axis in sorted(axes)]

@@ -48,9 +48,7 @@ def moe_small() -> RunConfig:
             tokenizer=TokenizerConfig(vocab_size=vocab_size),
             val_tokens_per_language=65_536,
         ),
-        train=TrainConfig(
-            steps=20_000, global_batch_tokens=2**20, microbatch_sequences=4, validate_every_steps=500
-        ),
+        train=TrainConfig(steps=20_000, global_batch_tokens=2**20, microbatch_sequences=4, validate_every_steps=500),
         parallel=ParallelConfig(ep=8),
         memory=MemoryConfig(recompute="block"),
         optim=OptimConfig(

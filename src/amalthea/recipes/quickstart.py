@@ -33,9 +33,7 @@ def quickstart() -> RunConfig:
             tokenizer=TokenizerConfig(vocab_size=vocab_size),
             val_tokens_per_language=1024,
         ),
-        train=TrainConfig(
-            steps=300, global_batch_tokens=4096, microbatch_sequences=16, validate_every_steps=100
-        ),
+        train=TrainConfig(steps=300, global_batch_tokens=4096, microbatch_sequences=16, validate_every_steps=100),
         optim=OptimConfig(
             experts="muon",
             matrices="adamw",

@@ -81,13 +81,10 @@ def _execute(path: Path) -> ModuleType:
 
 
 def _call(recipe: Callable[..., Any], where: str, path: Path) -> Any:
-    needed = [
-        parameter.name
-        for parameter in inspect.signature(recipe).parameters.values()
-        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if needed:
-        raise ConfigError(f"{where} needs the argument {needed[0]}; a recipe is called without any")
+    for parameter in inspect.signature(recipe).parameters.values():
+        optional = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not optional:
+            raise ConfigError(f"{where} needs the argument {parameter.name}; a recipe is called without any")
     with _explained(where, path):
         return recipe()
 
@@ -113,7 +110,8 @@ def _explained(where: str, path: Path) -> Iterator[None]:
     except SyntaxError as error:
         raise ConfigError(f"{where} is not Python: {error.msg} (line {error.lineno})") from error
     except Exception as error:
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path.resolve() or Path(f.filename) == path]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
         place = f" (line {lines[-1]})" if lines else ""
         raise ConfigError(f"{where} raised {type(error).__name__}: {error}{place}") from error
 

@@ -152,7 +152,7 @@ def draw_experts(run: RunRecords) -> Figure:
     top.set_ylim(0.95, max(1.5, 1.05 * highest))
     if highest > 4:
         top.set_yscale("log")
-        top.yaxis.set_major_locator(FixedLocator([1, 1.5, 2, 3, 5, 10, 20, 50, 100, 200]))
+        top.yaxis.set_major_locator(FixedLocator([1, 1.5, 2, 3, 5, 7, 10, 20, 50, 100, 200]))
         top.yaxis.set_minor_locator(NullLocator())
         top.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     top.set_ylabel("greatest / mean load")
@@ -195,13 +195,14 @@ def _dumbbells(axes: Axes, values: dict[str, np.ndarray], steps: np.ndarray) -> 
         axes.hlines(rows, last, first, color=PALE, linewidth=2, zorder=1)
         axes.plot(first, rows, "o", color="white", markeredgecolor=SOFT, markersize=6, label="first")
     axes.plot(last, rows, "o", color=BLUE, markersize=7, label="last")
-    for row, value in zip(rows, last, strict=True):
+    for row, (before, value) in enumerate(zip(first, last, strict=True)):
+        outwards = -1 if value <= before else 1
         axes.annotate(
             f"{value:.2f}",
             (float(value), float(row)),
-            xytext=(-8, 0),
+            xytext=(8 * outwards, 0),
             textcoords="offset points",
-            ha="right",
+            ha="right" if outwards < 0 else "left",
             va="center",
             fontsize=9,
             color=INK,
@@ -248,7 +249,7 @@ def _plain(axes: Axes) -> None:
         axes.spines[side].set_color(PALE)
     axes.grid(True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.margins(x=0.01)
+    axes.margins(x=0.02)
     axes.tick_params(colors=SOFT, labelsize=9, length=3)
     axes.xaxis.label.set_color(INK)
     axes.yaxis.label.set_color(INK)
@@ -312,7 +313,7 @@ def _layers(run: RunRecords) -> np.ndarray:
 def _steps_axis(axes: Axes, steps: np.ndarray, *, above: Sequence[Axes] = ()) -> None:
     axes.set_xlabel("optimizer step")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]))
-    if len(steps) == 1:
+    if max(panel.dataLim.width for panel in (axes, *above)) == 0:
         axes.set_xlim(steps[0] - 0.5, steps[0] + 0.5)
     for panel in above:
         panel.sharex(axes)

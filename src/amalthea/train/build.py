@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from amalthea.config.check import ResolvedRun
 from amalthea.config.run import RunConfig
+from amalthea.core.pieces import Pieces
 from amalthea.core.world import World
+from amalthea.flexshard.layout import Grid
 from amalthea.memory.recompute import apply_recompute
 from amalthea.model.init import initialize
 from amalthea.model.transformer import Transformer
-from amalthea.optim.build import Optimizers
+from amalthea.optim.build import Optimizers, Place
 from amalthea.parallel.experts import apply_expert_parallel
-from amalthea.parallel.fsdp import apply_fsdp
+from amalthea.parallel.fsdp import apply_fsdp, experts_are_cut
 from amalthea.parallel.mesh import Mesh, build_mesh
-from amalthea.parallel.shards import local_rows
+from amalthea.parallel.shards import local_part
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -36,12 +39,12 @@ class Run:
     def device(self) -> torch.device:
         return torch.device(self.world.torch_device)
 
-    def named_tensors(self) -> dict[str, torch.Tensor]:
+    def named_tensors(self) -> dict[str, torch.Tensor | Pieces]:
         """Everything that a checkpoint holds, by name: parameters, load-balance biases, optimizer state."""
         state = self.model.state_dict()
         if self.config.model.tie_embeddings:
             del state["head.weight"]
-        model = {f"model.{name}": tensor for name, tensor in state.items()}
+        model: dict[str, torch.Tensor | Pieces] = {f"model.{name}": tensor for name, tensor in state.items()}
         return model | {f"optim.{name}": tensor for name, tensor in self.optimizers.named_state().items()}
 
 
@@ -66,9 +69,32 @@ def build(config: RunConfig, resolved: ResolvedRun, world: World) -> Run:
             param_dtype=_DTYPES[config.precision],
             reduce_dtype=_DTYPES[config.parallel.reduce_dtype],
             reshard_after_forward=config.parallel.reshard_after_forward,
+            reduce_over_replicas=config.optim.replicas == "repeated",
         )
 
     model.to_empty(device=world.torch_device)
-    initialize(model, seed=config.seed, rows_of=local_rows)
-    optimizers = Optimizers(model.named_parameters(), config.optim)
+    initialize(model, seed=config.seed, part_of=local_part)
+    optimizers = build_optimizers(config, mesh, model)
     return Run(config, resolved, world, mesh, model, optimizers)
+
+
+def build_optimizers(config: RunConfig, mesh: Mesh, model: Transformer) -> Optimizers:
+    """Plans who orthogonalizes what, and makes the state. Communication: none."""
+    moe = config.model.moe
+    place = Place(
+        grid=Grid(mesh.dp_replicate, mesh.dp_shard, mesh.ep),
+        replica=mesh.dense.get_local_rank("dp_replicate"),
+        rank=mesh.dense.get_local_rank("dp_shard"),
+        shard_group=mesh.dense.get_group("dp_shard"),
+        replica_group=mesh.dense.get_group("dp_replicate"),
+        all_ranks=dist.group.WORLD,
+        owning=mesh.dp_replicate > 1 and config.optim.replicas == "owning",
+    )
+    sizes = (moe.expert_hidden_size, config.model.hidden_size)
+    return Optimizers(
+        model.named_parameters(),
+        config.optim,
+        place=place,
+        head_dim=config.model.head_dim,
+        experts_by_rows=experts_are_cut(mesh, num_experts=moe.num_experts, sizes=sizes),
+    )

@@ -134,8 +134,8 @@ class LiveDisplay:
         self._validation = record
         self._phase = ""
         self._draw(now=True)
-        for line in validation_lines(record, previous=previous, width=self._console.width):
-            self._console.print(line, soft_wrap=True)
+        lines = validation_lines(record, previous=previous, width=self._console.width)
+        self._console.print(Text("\n").join(lines), soft_wrap=True)
 
     def progress(self, text: str) -> None:
         self._phase = text

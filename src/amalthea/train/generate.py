@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 from amalthea.checkpoint import store
 from amalthea.config.run import RunConfig
 from amalthea.core.errors import CheckpointError, ConfigError
-from amalthea.core.world import World
+from amalthea.data.tokenizer import Tokenizer
 from amalthea.kernels.attention import Documents
 from amalthea.model.transformer import Transformer
 
@@ -51,14 +50,14 @@ def load_model(config: RunConfig, checkpoint: Path) -> Transformer:
     if config.model.tie_embeddings:
         del state["head.weight"]
     tensors = {f"model.{name}": tensor for name, tensor in state.items()}
-    store.load(checkpoint, tensors, world=World(), strict=False)
+    store.load(checkpoint, tensors, strict=False)
     return model
 
 
 def find_checkpoint(run_dir: Path, *, step: int | None = None) -> Path:
     """The newest whole checkpoint of a run, or that of `step`. Raises CheckpointError naming those there are."""
     if step is None:
-        found = store.find_newest(run_dir, world=World())
+        found = store.find_newest(run_dir)
         if found.path is None:
             raise CheckpointError(f"{run_dir} holds no whole checkpoint; train it first with --run-dir {run_dir}")
         return found.path
@@ -70,22 +69,20 @@ def find_checkpoint(run_dir: Path, *, step: int | None = None) -> Path:
 
 
 @torch.inference_mode()
-def generate(
-    model: Transformer, tokenizer: Tokenizer, prompt: str, *, sampling: Sampling, bos: int, eos: int
-) -> Iterator[str]:
+def generate(model: Transformer, tokenizer: Tokenizer, prompt: str, *, sampling: Sampling) -> Iterator[str]:
     """Yields text piece by piece until the end of the document or `max_tokens`.
 
     The model sees at most its `max_seq_len` last tokens. The whole context is computed anew for each token: there
     is no key/value cache.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
-    tokens = [bos, *tokenizer.encode(prompt, add_special_tokens=False).ids]
+    tokens = [tokenizer.bos_id, *tokenizer.encode(prompt)]
     begin, told = len(tokens), 0
     while len(tokens) - begin < sampling.max_tokens:
         context = torch.tensor([tokens[-model.config.max_seq_len :]])
         hidden_logits = model(context, Documents.whole(1, context.shape[1])).result[0, -1].float()
         token = _choose(hidden_logits, sampling, generator)
-        if token == eos:
+        if token == tokenizer.eos_id:
             return
         tokens.append(token)
         # A character may span tokens: tell only what decodes without a broken end.

@@ -82,7 +82,7 @@ class _Start:
 
 def _resume(run: Run, run_dir: Path) -> _Start:
     """Loads the newest whole checkpoint in place, if there is one and the configuration allows it."""
-    found = store.find_newest(run_dir, world=run.world)
+    found = store.find_newest(run_dir)
     skipped = tuple((s.path, s.reason) for s in found.skipped)
     if found.path is None:
         return _Start(0, None, skipped)
@@ -91,7 +91,7 @@ def _resume(run: Run, run_dir: Path) -> _Start:
             f"{run_dir} already holds the checkpoint {found.path.name}, and checkpoint.resume is never; "
             "name another --run-dir or set checkpoint.resume=auto"
         )
-    progress = store.load(found.path, run.named_tensors(), world=run.world)
+    progress = store.load(found.path, run.named_tensors())
     return _Start(int(progress["step"]), found.path, skipped)
 
 
@@ -142,7 +142,7 @@ class _Story:
         factor = lr_factor(config.optim.schedule, step=step, total_steps=config.train.steps)
         result = train_step(self.run, microbatches, lr_factor=factor, tallies=tallies)
         self._record(step + 1, result, step_s=perf_counter() - begin, data_s=data_s)
-        agreed = [r for r, votes in zip(_STOP_REASONS, result.totals, strict=False) if votes]
+        agreed: list[StopReason] = [r for r, votes in zip(_STOP_REASONS, result.totals, strict=False) if votes]
         return agreed[0] if agreed else None
 
     def _microbatches(self, step: int) -> list[Batch]:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -128,10 +128,8 @@ class Recorder:
         """Writes a training row; `expert_load` is kept every `logging.every_steps` steps, first and last."""
         if not self._active:
             return
-        row = _row("train", record)
-        if not self._keeps_load(record.step):
-            row.pop("expert_load", None)
-        self._metrics.append(row)
+        written = record if self.keeps_expert_load(record.step) else replace(record, expert_load=None)
+        self._metrics.append(_row("train", written))
         self._track(record.step, _step_scalars(record))
         self._display.step(record)
 
@@ -151,6 +149,10 @@ class Recorder:
         Known on rank 0 only, False elsewhere: ranks must agree (a maximum over them) before they act on it.
         """
         return step in self._validated
+
+    def keeps_expert_load(self, step: int) -> bool:
+        """Whether the row of `step` will hold `expert_load`; elsewhere it need not be fetched from the device."""
+        return step % self._load_every_steps == 0 or step in (1, self._total_steps)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Appends what happened, with the time (UTC, ISO 8601)."""
@@ -196,9 +198,6 @@ class Recorder:
         self._validated = {record.step for record in kept.validations}
         self._last_validation = kept.validations[-1] if kept.validations else None
         return kept
-
-    def _keeps_load(self, step: int) -> bool:
-        return step % self._load_every_steps == 0 or step in (1, self._total_steps)
 
     def _track(self, step: int, scalars: dict[str, float]) -> None:
         for tracker in self._trackers:
@@ -302,27 +301,28 @@ def _validation_scalars(record: ValidationRecord) -> dict[str, float]:
 
 def _row(kind: str, record: StepRecord | ValidationRecord) -> dict[str, Any]:
     values = {field.name: getattr(record, field.name) for field in fields(record)}
-    return {"kind": kind, "time": _now()} | _finite({k: v for k, v in values.items() if v is not None})
+    values = {name: value for name, value in values.items() if value is not None}
+    if "expert_load" in values:
+        # Shares of up to hundreds of experts in every layer; six decimals keep the file small.
+        values["expert_load"] = [[round(share, 6) for share in layer] for layer in values["expert_load"]]
+    return {"kind": kind, "time": _now()} | _finite(values)
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
     """JSON has no NaN: such numbers become null, and `nonfinite` lists their names."""
     names: list[str] = []
 
-    def clean(name: str, value: Any) -> Any:
+    def clean(value: Any, *path: str | int) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
-            names.append(name)
+            names.append(".".join(map(str, path)))
             return None
         if isinstance(value, Mapping):
-            return {key: clean(f"{name}.{key}", item) for key, item in value.items()}
+            return {key: clean(item, *path, key) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [clean(f"{name}.{index}", item) for index, item in enumerate(value)]
+            return [clean(item, *path, index) for index, item in enumerate(value)]
         return value
 
-    cleaned = {name: clean(name, value) for name, value in row.items()}
-    if "expert_load" in cleaned:
-        # Shares of up to hundreds of experts in every layer; six decimals keep the file small.
-        cleaned["expert_load"] = [[round(x, 6) for x in layer] for layer in cleaned["expert_load"]]
+    cleaned = clean(row)
     return cleaned | ({"nonfinite": names} if names else {})
 
 

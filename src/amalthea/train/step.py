@@ -19,7 +19,6 @@ from amalthea.core.errors import TrainingError
 from amalthea.data.batch import Batch
 from amalthea.kernels.attention import Documents
 from amalthea.model.transformer import ModelOutput
-from amalthea.optim.clip import global_grad_norm, scale_grads
 from amalthea.train.build import Run
 
 
@@ -48,7 +47,8 @@ def train_step(run: Run, microbatches: Sequence[Batch], *, lr_factor: float, tal
     """
     num_labels = _global_sum(run, sum(batch.num_labels for batch in microbatches))
     nll_sum, router_losses, counts = _accumulate(run, microbatches, num_labels)
-    norm = global_grad_norm(run.model.parameters(), group=run.mesh.dense.get_group("dp_shard"))
+    run.optimizers.reduce_over_replicas()
+    norm = run.optimizers.grad_norm()
 
     tally = torch.tensor(list(tallies), dtype=torch.float64, device=run.device)
     sums = torch.cat((nll_sum[None], router_losses.double(), tally))
@@ -68,7 +68,7 @@ def train_step(run: Run, microbatches: Sequence[Batch], *, lr_factor: float, tal
     _check_finite(result)
 
     if run.config.train.max_grad_norm is not None:
-        scale_grads(run.model.parameters(), norm=norm, max_norm=run.config.train.max_grad_norm)
+        run.optimizers.scale_grads(norm=norm, max_norm=run.config.train.max_grad_norm)
     run.optimizers.step(lr_factor=lr_factor)
     run.optimizers.zero_grad()
     update_load_balance(run, counts)
