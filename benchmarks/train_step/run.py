@@ -68,18 +68,15 @@ class Side:
             sys.exit(f"{self.name} died with exit code {self._process.exitcode}; its message is above")
 
     def close(self) -> None:
-        self._connection.close()
+        self._connection.send(None)
         self._process.join()
 
 
 def _serve(connection: Connection, make_step: Callable[[], Step], threads: int) -> None:
     torch.set_num_threads(threads)
     step = make_step()
-    while True:
-        try:
-            first, count = connection.recv()
-        except EOFError:
-            return
+    while (request := connection.recv()) is not None:
+        first, count = request
         wall, cpu = time.perf_counter(), time.process_time()
         results = [step(number) for number in range(first, first + count)]
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu

@@ -49,7 +49,7 @@ def save(
     run_dir: Path,
     *,
     step: int,
-    tensors: Mapping[str, torch.Tensor | Pieces],
+    tensors: Mapping[str, torch.Tensor],
     progress: dict[str, Any],
     world: World,
     keep: int,
@@ -112,7 +112,7 @@ def find_newest(run_dir: Path) -> Found:
     return folder.newest_whole(paths, damage)
 
 
-def load(path: Path, tensors: Mapping[str, torch.Tensor | Pieces], *, strict: bool = True) -> dict[str, Any]:
+def load(path: Path, tensors: Mapping[str, torch.Tensor], *, strict: bool = True) -> dict[str, Any]:
     """Fill `tensors` in place from the checkpoint folder `path` and return the progress saved with them.
 
     Placements, mesh and number of ranks may differ from those of the save; values are exact.
@@ -156,7 +156,7 @@ def _prepare(target: Path) -> None:
     folder.temporary(target).mkdir()
 
 
-def _write(path: Path, tensors: Mapping[str, torch.Tensor | Pieces]) -> dict[str, FileRecord]:
+def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, FileRecord]:
     """Write this rank's part into `path` and return the files it wrote."""
     detached = {name: tensor.detach() for name, tensor in tensors.items()}
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -180,16 +180,12 @@ def _stop_if(failures: Failures, target: Path) -> None:
     raise CheckpointError(f"cannot save {target}: {describe(failures)}; {rest}")
 
 
-def _differing(tensors: Mapping[str, torch.Tensor | Pieces]) -> Failures:
+def _differing(tensors: Mapping[str, torch.Tensor]) -> Failures:
     """Plain tensors that are not the same on all ranks: saved under one name, all but one rank's would be lost."""
     if not in_group() or dist.get_world_size() == 1:
         return {}
     digests, failures = attempt(
-        lambda: {
-            name: _digest(tensor)
-            for name, tensor in tensors.items()
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor)
-        }
+        lambda: {name: _digest(tensor) for name, tensor in tensors.items() if not isinstance(tensor, (DTensor, Pieces))}
     )
     if failures := gather_failures(failures):
         return failures
@@ -210,7 +206,7 @@ def _digest(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(data):08x}"
 
 
-def _check_names(path: Path, metadata: Metadata, tensors: Mapping[str, torch.Tensor | Pieces], *, strict: bool) -> None:
+def _check_names(path: Path, metadata: Metadata, tensors: Mapping[str, torch.Tensor], *, strict: bool) -> None:
     saved: dict[str, Any] = metadata.state_dict_metadata
     problems = []
     if missing := sorted(tensors.keys() - saved.keys()):

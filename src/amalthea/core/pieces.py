@@ -23,14 +23,30 @@ class Piece:
     tensor: torch.Tensor
 
 
-class Pieces:
+class Pieces(torch.Tensor):
     """The blocks that this rank holds of a tensor of global `shape`, sharing memory with their user.
 
-    Together the ranks' blocks cover the tensor; equal blocks of several ranks are copies of each other.
+    Together the ranks' blocks cover the tensor; equal blocks of several ranks are copies of each other. It is a tensor
+    in name only (shape and dtype, for the planners): no operation runs on it.
     """
 
+    pieces: tuple[Piece, ...]
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece]) -> Pieces:
+        self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)  # type: ignore[attr-defined]
+        self.pieces = tuple(pieces)
+        return self
+
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece]) -> None:
-        self.shape, self.dtype, self.pieces = torch.Size(shape), dtype, tuple(pieces)
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+        raise TypeError(f"{func} was called on Pieces, which only names blocks; use its pieces")
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"Pieces({tuple(self.shape)}, {self.dtype}, {len(self.pieces)} blocks)"
 
     def detach(self) -> Pieces:
         return self

@@ -117,7 +117,7 @@ def _choose(entry: _Seen, val_fraction: float, max_bytes: int | None, sample_cha
     train = kept & (split >= np.uint64(held_out_below))
     sample_up_to = _largest_within(rank[train] ^ np.uint64(_sample_key(seed)), characters[train], sample_characters)
     available = int(characters[train].sum())
-    repeats = max(1, min(_MAX_SAMPLE_REPEATS, sample_characters // max(1, available)))
+    repeats = max(1, min(_MAX_SAMPLE_REPEATS, round(sample_characters / max(1, available))))
     return _Choice(kept_up_to, held_out_below, sample_up_to, repeats)
 
 

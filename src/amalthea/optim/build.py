@@ -150,9 +150,9 @@ class Optimizers:
             adamw.state[self._locals[name]] = {key: local_tensor(value) for key, value in state.items()}
             self._adamw_state |= {f"{name}.{key}": value for key, value in state.items()}
 
-    def named_state(self) -> dict[str, torch.Tensor | Pieces]:
+    def named_state(self) -> dict[str, torch.Tensor]:
         """Every state tensor by `PARAMETER.KEY`, sharing memory with the optimizers."""
-        state: dict[str, torch.Tensor | Pieces] = dict(self._adamw_state)
+        state: dict[str, torch.Tensor] = dict(self._adamw_state)
         if self.muon is not None:
             state |= {f"{name}.momentum": pieces for name, pieces in _momentum_pieces(self.muon).items()}
         return state

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from amalthea.config.check import ResolvedRun
 from amalthea.config.run import RunConfig
-from amalthea.core.pieces import Pieces
 from amalthea.core.world import World
 from amalthea.flexshard.layout import Grid
 from amalthea.memory.recompute import apply_recompute
@@ -39,12 +38,12 @@ class Run:
     def device(self) -> torch.device:
         return torch.device(self.world.torch_device)
 
-    def named_tensors(self) -> dict[str, torch.Tensor | Pieces]:
+    def named_tensors(self) -> dict[str, torch.Tensor]:
         """Everything that a checkpoint holds, by name: parameters, load-balance biases, optimizer state."""
         state = self.model.state_dict()
         if self.config.model.tie_embeddings:
             del state["head.weight"]
-        model: dict[str, torch.Tensor | Pieces] = {f"model.{name}": tensor for name, tensor in state.items()}
+        model: dict[str, torch.Tensor] = {f"model.{name}": tensor for name, tensor in state.items()}
         return model | {f"optim.{name}": tensor for name, tensor in self.optimizers.named_state().items()}
 
 

@@ -1,0 +1,130 @@
+"""Expert parallelism computes what one rank with all experts computes, however skewed the routing.
+
+Shape legend: T tokens of a rank, D hidden, E experts, K choices per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+from torch import nn
+
+from amalthea.core.world import World
+from amalthea.model.config import MoEConfig
+from amalthea.model.moe import Experts, MoE
+from amalthea.parallel.experts import AllToAllDispatcher
+
+D, E = 16, 8
+
+
+@dataclass(frozen=True)
+class Routing:
+    """`bias` by expert draws tokens; `tokens` by rank."""
+
+    top_k: int = 2
+    bias: dict[int, float] = field(default_factory=dict)
+    tokens: tuple[int, ...] = (12, 12, 12, 12)
+
+
+ROUTINGS = {
+    "balanced": Routing(),
+    "all-experts": Routing(top_k=E),
+    "one-expert": Routing(top_k=1, bias={5: 10.0}),
+    "first-rank-only": Routing(bias={0: 10.0, 1: 10.0}),
+    "last-rank-only": Routing(bias={6: 10.0, 7: 10.0}),
+    "other-lengths": Routing(tokens=(3, 20, 1, 9)),
+}
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_layer(routing: Routing) -> MoE:
+    """All experts, the same on every rank."""
+    moe = MoE(D, MoEConfig(num_experts=E, top_k=routing.top_k, expert_hidden_size=8, num_shared_experts=0))
+    for seed, parameter in enumerate(moe.parameters()):
+        parameter.data = 0.5 * draw(*parameter.shape, seed=seed)
+    for expert, value in routing.bias.items():
+        moe.router.bias[expert] = value
+    return moe
+
+
+def part_of(whole: MoE, routing: Routing, world: World) -> MoE:
+    """The layer with this rank's experts and tokens sent by all-to-all."""
+    part = make_layer(routing)
+    mine = slice(world.rank * E // world.size, (world.rank + 1) * E // world.size)
+    part.experts = Experts(D, part.router.config)
+    for name, stack in whole.experts.named_parameters():
+        setattr(part.experts, name, nn.Parameter(stack.detach()[mine].clone()))
+    assert dist.group.WORLD is not None
+    part.dispatcher = AllToAllDispatcher(E, group=dist.group.WORLD)
+    return part
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Equal to a millionth of the greatest value: sums over ranks run in another order."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6 * max(1.0, float(expected.abs().max())), msg=what)
+
+
+def compare(world: World, routing: Routing) -> int:
+    """Compares output, counts and all gradients with the local layer's; returns how many rows came to this rank."""
+    whole = make_layer(routing)
+    part = part_of(whole, routing, world)
+    tokens = routing.tokens[world.rank]
+    x, upstream = draw(1, tokens, D, seed=100 + world.rank), draw(1, tokens, D, seed=200 + world.rank)
+    results = []
+    for layer in (part, whole):
+        leaf = x.clone().requires_grad_()
+        out, counts, _ = layer(leaf)
+        out.backward(upstream)
+        assert leaf.grad is not None
+        results.append((out.detach(), counts, leaf.grad, layer.router.weight.grad))
+    (out, counts, x_grad, router_grad), (expected, local_counts, x_expected, router_expected) = results
+    close(out, expected, "output")
+    close(x_grad, x_expected, "gradient by tokens")
+    close(router_grad, router_expected, "gradient by router")
+    assert torch.equal(counts, local_counts)
+    assert x_grad.any()
+
+    mine = slice(world.rank * E // world.size, (world.rank + 1) * E // world.size)
+    for name, stack in whole.experts.named_parameters():
+        assert stack.grad is not None
+        dist.all_reduce(stack.grad)
+        grad = part.experts.get_parameter(name).grad
+        assert grad is not None, f"{name} gets a gradient, of zeros if need be, so that ranks reduce alike"
+        close(grad, stack.grad[mine], f"gradient by {name}")
+    dist.all_reduce(counts)
+    return int(counts[mine].sum())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_dispatch_equals_local(name: str, num_ranks: int) -> None:
+    routing = ROUTINGS[name]
+    received = run_ranks(num_ranks, compare, routing)
+    assert sum(received) == sum(routing.tokens[:num_ranks]) * routing.top_k
+    if name in ("one-expert", "first-rank-only", "last-rank-only"):
+        assert received.count(0) == num_ranks - 1, "all others receive nothing"
+
+
+def send_twice(world: World) -> bool:
+    """Whether two passes give the same bits."""
+    routing = ROUTINGS["balanced"]
+    part = part_of(make_layer(routing), routing, world)
+    x = draw(1, 12, D, seed=world.rank)
+    passes = []
+    for _ in range(2):
+        part.zero_grad()
+        out, _, _ = part(x)
+        out.square().sum().backward()
+        passes.append([out.detach(), *(p.grad.clone() for p in part.parameters())])
+    return all(torch.equal(a, b) for a, b in zip(*passes, strict=True))
+
+
+def test_dispatch_repeats_bit_for_bit() -> None:
+    assert run_ranks(4, send_twice) == [True] * 4
