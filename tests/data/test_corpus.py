@@ -74,7 +74,7 @@ def test_bad_text_file_names_its_line(tmp_path: Path) -> None:
 def test_missing_and_empty_corpora(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"does not exist; set data\.path"):
         list(read_corpus(tmp_path / "nowhere"))
-    with pytest.raises(DataError, match="holds no .txt or .jsonl file"):
+    with pytest.raises(DataError, match=r"holds no \.txt or \.jsonl file"):
         list(read_corpus(tmp_path))
     path = _write(tmp_path / "de.txt", " \n")
     with pytest.raises(DataError, match="is empty: its files hold no text"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +62,7 @@ def test_batches_are_what_they_say(prepared: PreparedData) -> None:
             tokens, labels = batch.tokens[row].tolist(), batch.labels[row].tolist()
             assert sum(batch.document_lengths[row]) == SEQ_LEN
             begins = np.cumsum((0, *batch.document_lengths[row]))
-            for begin, end in zip(begins[:-1], begins[1:], strict=True):
+            for begin, end in pairwise(begins):
                 # Whole or cut at the window's edges; never two documents under one length.
                 assert tokenizer.bos_id not in tokens[begin + 1 : end]
                 assert tokenizer.eos_id not in tokens[begin : end - 1]

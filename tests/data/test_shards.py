@@ -49,8 +49,13 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
         open_it()
 
 
-def test_nothing_is_complete_when_the_writer_fails(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), ShardWriter(tmp_path, vocab_size=300, bos_id=0, eos_id=1) as writer:
+def _write_what_does_not_fit(folder: Path) -> None:
+    with ShardWriter(folder, vocab_size=300, bos_id=0, eos_id=1) as writer:
         writer.add([5], language="mt", split="train")
-        raise RuntimeError
+        writer.add([70_000], language="mt", split="train")
+
+
+def test_nothing_is_complete_when_the_writer_fails(tmp_path: Path) -> None:
+    with pytest.raises(OverflowError):
+        _write_what_does_not_fit(tmp_path)
     assert not (tmp_path / "mt.train.offsets").exists()

@@ -1,4 +1,4 @@
-"""Initial weights: the right spread for each kind, and the same bits however the rows are spread."""
+"""Initial weights: the right spread for each kind, and the same bits however a parameter is cut."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def parameters(model: Transformer) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def in_pieces(model: Transformer, ends: list[float], *, seed: int) -> dict[str, torch.Tensor]:
-    """Every parameter drawn in as many pieces as there are ends (fractions of the rows), and joined again."""
+def in_pieces(model: Transformer, ends: list[float], *, dim: int = 0, seed: int) -> dict[str, torch.Tensor]:
+    """Every parameter drawn in pieces along a dimension, cut at fractions of it, and joined again."""
     joined: dict[str, list[torch.Tensor]] = {}
     for first, last in pairwise([0.0, *sorted(ends), 1.0]):
 
-        def rows_of(
+        def part_of(
             name: str, parameter: nn.Parameter, first: float = first, last: float = last
-        ) -> tuple[torch.Tensor, int, int]:
-            rows = parameter.shape[0]
-            begin, end = round(first * rows), round(last * rows)
-            local = torch.full((end - begin, *parameter.shape[1:]), math.nan)
+        ) -> tuple[torch.Tensor, tuple[int, ...]]:
+            axis = min(dim, parameter.ndim - 1)
+            begin, end = (round(fraction * parameter.shape[axis]) for fraction in (first, last))
+            local = torch.full_like(parameter.data.narrow(axis, begin, end - begin), math.nan)
             joined.setdefault(name, []).append(local)
-            return local, begin, rows
+            return local, tuple(begin if i == axis else 0 for i in range(parameter.ndim))
 
-        initialize(model, seed=seed, rows_of=rows_of)
-    return {name: torch.cat(pieces) for name, pieces in joined.items()}
+        initialize(model, seed=seed, part_of=part_of)
+    return {name: torch.cat(pieces, dim=min(dim, pieces[0].ndim - 1)) for name, pieces in joined.items()}
 
 
 STDS = {
@@ -125,15 +125,20 @@ def test_drawing_leaves_the_global_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@given(ends=st.lists(st.floats(0, 1), max_size=5), band_elements=st.sampled_from([1, 40, 130, 1 << 20]))
+@given(
+    ends=st.lists(st.floats(0, 1), max_size=5),
+    dim=st.integers(0, 2),
+    band_elements=st.sampled_from([1, 40, 130, 1 << 20]),
+)
 @settings(max_examples=20, deadline=None)
-def test_bits_do_not_depend_on_the_split_of_rows(ends: list[float], band_elements: int) -> None:
+def test_bits_do_not_depend_on_the_split(ends: list[float], dim: int, band_elements: int) -> None:
+    """Rows, columns of a matrix, rows inside the experts of a stack."""
     model = small_model(small_model_config(num_layers=1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(init, "_BAND_ELEMENTS", band_elements)
         initialize(model, seed=11)
         whole = parameters(model)
-        pieces = in_pieces(model, ends, seed=11)
+        pieces = in_pieces(model, ends, dim=dim, seed=11)
     assert pieces.keys() == whole.keys()
     assert [name for name in whole if not torch.equal(whole[name], pieces[name])] == []
 
@@ -147,4 +152,5 @@ def test_a_parameter_larger_than_a_band() -> None:
     band_rows = init._BAND_ELEMENTS // columns
     weight = model.embed.weight
     assert not torch.equal(weight[:100], weight[band_rows : band_rows + 100])
-    assert torch.equal(in_pieces(model, [0.3, 0.9], seed=2)["embed.weight"], weight)
+    for dim in (0, 1):
+        assert torch.equal(in_pieces(model, [0.3, 0.9], dim=dim, seed=2)["embed.weight"], weight)

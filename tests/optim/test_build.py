@@ -48,6 +48,11 @@ def backward(model: Transformer, *, seed: int = 0) -> None:
     model(*small_batch(config, seed=seed)).result.backward()
 
 
+def take_step(optimizers: Optimizers, *, lr_factor: float = 1.0) -> None:
+    optimizers.reduce_over_replicas()
+    optimizers.step(lr_factor=lr_factor)
+
+
 @pytest.mark.parametrize("experts", ["muon", "adamw"])
 @pytest.mark.parametrize("matrices", ["muon", "adamw"])
 def test_every_parameter_goes_to_its_optimizer(experts: Any, matrices: Any) -> None:
@@ -71,10 +76,6 @@ def test_every_parameter_moves_and_gradients_are_dropped() -> None:
     assert [name for name, p in model.named_parameters() if torch.equal(p, before[name])] == []
     optimizers.zero_grad()
     assert all(p.grad is None for p in model.parameters())
-
-
-def take_step(optimizers: Optimizers, *, lr_factor: float = 1.0) -> None:
-    optimizers.step(lr_factor=lr_factor)
 
 
 @pytest.mark.parametrize(("fused", "tolerance"), [(True, 0.0), (False, 1e-6)])

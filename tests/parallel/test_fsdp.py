@@ -26,6 +26,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "vocabulary 97 on hsdp-ep2": (4, UNEVEN, {"parallel__dp_replicate": 2, "parallel__ep": 2}),
     "8 experts on 3": (3, THREE, {}),
     "4 experts on 3": (3, THREE | {"model__moe__num_experts": 4}, {}),
+    "2 experts on 4": (4, {"model__moe__num_experts": 2}, {}),
     "6 experts on ep2-efsdp2": (4, {"model__moe__num_experts": 6}, {"parallel__ep": 2}),
     "heads of 2 on 4": (4, {"model__head_dim": 2}, {}),
     "tied embeddings on 2": (2, {"model__tie_embeddings": True}, {}),

@@ -1,7 +1,8 @@
-"""`local_rows` says which rows of a parameter a rank holds, on even and uneven meshes."""
+"""`local_part` says which part of a parameter a rank holds, on even and uneven meshes."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,13 +11,14 @@ from support.ranks import run_ranks
 from support.tiny import tiny_config
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial
 
 from amalthea.config.check import resolve
 from amalthea.config.run import RunConfig
 from amalthea.core.errors import PlacementError
 from amalthea.core.world import World
-from amalthea.parallel.shards import local_rows
+from amalthea.model.transformer import Transformer
+from amalthea.parallel.shards import local_part
 from amalthea.train.build import build
 
 THREE: dict[str, Any] = {"train__global_batch_tokens": 32 * 6}
@@ -29,60 +31,72 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "hsdp-ep2, vocabulary 97": (4, {"parallel__dp_replicate": 2, "parallel__ep": 2, **UNEVEN}),
     "efsdp3, 8 experts": (3, THREE),
     "efsdp3, 4 experts": (3, THREE | {"model__moe__num_experts": 4}),
+    "efsdp4, 2 experts, cut inside": (4, {"model__moe__num_experts": 2}),
+    "ep2-efsdp2, 2 experts, cut inside": (4, {"model__moe__num_experts": 2, "parallel__ep": 2}),
+    "efsdp3, 2 experts, whole": (3, THREE | {"model__moe__num_experts": 2}),
     "efsdp4, heads of 2": (4, {"model__head_dim": 2}),
     "one rank": (1, {}),
 }
 
 
-def place(world: World, config: RunConfig) -> dict[str, tuple[int, int, int]]:
-    """Writes each row's number where `local_rows` says it lies and checks the whole; returns the ranges."""
+def place(world: World, config: RunConfig) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Writes each element's number where `local_part` says it lies and checks the whole; returns offsets and sizes."""
     run = build(config, resolve(config, world_size=world.size), world)
-    ranges = {}
+    parts = {}
     for name, parameter in run.model.named_parameters():
-        local, first, rows = local_rows(name, parameter)
-        numbers = torch.arange(rows, dtype=torch.float32).view(-1, *[1] * (local.ndim - 1))
-        local.copy_(numbers[first : first + local.shape[0]].expand_as(local))
+        local, offsets = local_part(name, parameter)
+        numbers = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
+        mine = numbers
+        for dim, (offset, size) in enumerate(zip(offsets, local.shape, strict=True)):
+            mine = mine.narrow(dim, offset, size)
+        local.copy_(mine)
         data = parameter.data
         whole = data.full_tensor() if isinstance(data, DTensor) else data
-        assert torch.equal(whole, numbers.expand_as(whole)), name
-        ranges[name] = (first, local.shape[0], rows)
-    return ranges
+        assert torch.equal(whole, numbers), name
+        parts[name] = (offsets, tuple(local.shape))
+    return parts
 
 
 @pytest.mark.case(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_local_rows_are_the_rows_of_the_whole(layout: str) -> None:
+def test_local_parts_are_the_parts_of_the_whole(layout: str) -> None:
     num_ranks, changes = LAYOUTS[layout]
     config = tiny_config(**changes)
     reports = run_ranks(num_ranks, place, config)
-    for name, (_, _, rows) in reports[0].items():
-        held = sorted((first, count) for first, count, _ in (report[name] for report in reports) if count)
-        assert sum(count for _, count in held) == rows * config.parallel.dp_replicate, name
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in Transformer(config.model).named_parameters()}
+    for name, shape in shapes.items():
+        held = sum(math.prod(report[name][1]) for report in reports)
+        assert held == shape.numel() * config.parallel.dp_replicate, name
     sizes = {name: [report[name][1] for report in reports] for name in reports[0]}
+    stack = "blocks.0.moe.experts.w_up"
     expected = {
-        "fsdp, vocabulary 97": ("embed.weight", [25, 25, 25, 22]),
-        "ep2-efsdp2": ("blocks.0.moe.experts.w_up", [2, 2, 2, 2]),
-        "ep2-efsdp2, 6 experts": ("blocks.0.moe.experts.w_up", [2, 2, 1, 1]),
-        "ep4": ("blocks.0.moe.experts.w_up", [2, 2, 2, 2]),
-        "hsdp-ep2, vocabulary 97": ("head.weight", [49, 48, 49, 48]),
-        "efsdp3, 8 experts": ("blocks.0.moe.experts.w_up", [3, 3, 2]),
-        "efsdp3, 4 experts": ("blocks.0.moe.experts.w_up", [2, 2, 0]),
-        "efsdp4, heads of 2": ("blocks.0.attn.q_norm.weight", [1, 1, 0, 0]),
-        "one rank": ("embed.weight", [96]),
+        "fsdp, vocabulary 97": ("embed.weight", [(25, 32), (25, 32), (25, 32), (22, 32)]),
+        "ep2-efsdp2": (stack, [(2, 16, 32)] * 4),
+        "ep2-efsdp2, 6 experts": (stack, [(2, 16, 32), (2, 16, 32), (1, 16, 32), (1, 16, 32)]),
+        "ep4": (stack, [(2, 16, 32)] * 4),
+        "hsdp-ep2, vocabulary 97": ("head.weight", [(49, 32), (48, 32)] * 2),
+        "efsdp3, 8 experts": (stack, [(3, 16, 32), (3, 16, 32), (2, 16, 32)]),
+        "efsdp3, 4 experts": (stack, [(2, 16, 32), (2, 16, 32), (0, 16, 32)]),
+        "efsdp4, 2 experts, cut inside": (stack, [(2, 4, 32)] * 4),
+        "ep2-efsdp2, 2 experts, cut inside": (stack, [(1, 8, 32)] * 4),
+        "efsdp3, 2 experts, whole": (stack, [(1, 16, 32), (1, 16, 32), (0, 16, 32)]),
+        "efsdp4, heads of 2": ("blocks.0.attn.q_norm.weight", [(1,), (1,), (0,), (0,)]),
+        "one rank": ("embed.weight", [(96, 32)]),
     }
-    name, counts = expected[layout]
-    assert sizes[name] == counts
+    name, shapes_by_rank = expected[layout]
+    assert sizes[name] == shapes_by_rank
 
 
-def refuse_columns(world: World) -> str:
+def refuse_partial(world: World) -> str:
     mesh = init_device_mesh("cpu", (world.size,))
-    parameter = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(1)]))
+    parameter = nn.Parameter(DTensor.from_local(torch.zeros(4, 4), mesh, [Partial()]))
     with pytest.raises(PlacementError) as caught:
-        local_rows("blocks.0.attn.wq.weight", parameter)
+        local_part("blocks.0.attn.wq.weight", parameter)
     return str(caught.value)
 
 
-def test_a_parameter_cut_by_columns_is_refused_by_name() -> None:
-    for message in run_ranks(2, refuse_columns):
+def test_a_parameter_of_which_ranks_hold_summands_is_refused_by_name() -> None:
+    for message in run_ranks(2, refuse_partial):
         assert "blocks.0.attn.wq.weight is placed as" in message
-        assert "rows (Shard(0)) were expected" in message
+        assert "shards and replicas were expected" in message

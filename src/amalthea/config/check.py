@@ -45,6 +45,7 @@ def resolve(config: RunConfig, *, world_size: int) -> ResolvedRun:
         *_expert_problems(config, world_size, dp_shard),
         *_batch_problems(config, world_size),
         *_length_problems(config),
+        *_optim_problems(config),
     ]
     if problems:
         raise ConfigError(*problems)
@@ -125,6 +126,14 @@ def _batch_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield (
             f"train.global_batch_tokens is {tokens}, but must be a multiple of data.seq_len "
             f"{config.data.seq_len} · {_ranks(world_size)} = {unit}; nearest: {_list(nearest)}"
+        )
+
+
+def _optim_problems(config: RunConfig) -> Iterator[str]:
+    if config.optim.qk_clip is not None and config.model.qk_norm:
+        yield (
+            f"optim.qk_clip is {config.optim.qk_clip}, but model.qk_norm already bounds attention logits and the clip "
+            "would change nothing; set model.qk_norm=false or optim.qk_clip=none"
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from amalthea.kernels.attention import Documents, attention
+from amalthea.kernels.max_logits import max_logits
 from amalthea.kernels.rope import rotate
 from amalthea.model.config import ModelConfig
 
@@ -48,11 +49,15 @@ class Rope(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention inside documents, with optional RMSNorm on queries and keys."""
+    """Causal attention inside documents, with optional RMSNorm on queries and keys.
+
+    Where `track_max_logits` is set (for QK-clip), forward also returns the largest logit of each head.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.track_max_logits = False
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.wq = nn.Linear(config.hidden_size, query_size, bias=False)
         self.wk = nn.Linear(config.hidden_size, kv_size, bias=False)
@@ -61,12 +66,18 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: torch.Tensor, documents: Documents, rope: Rope) -> torch.Tensor:
-        """x [B, S, D] → [B, S, D]."""
+    def forward(self, x: torch.Tensor, documents: Documents, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [B, S, D] → [B, S, D], and the largest logits fp32 [H], empty where they are not tracked."""
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.wq, self.wk, self.wv)
         )
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        out = attention(rope(query), rope(key), value, documents=documents)
-        return self.wo(out.flatten(-2))
+        query, key = rope(query), rope(key)
+        out = attention(query, key, value, documents=documents)
+        largest = (
+            max_logits(query, key, documents=documents)
+            if self.track_max_logits
+            else torch.empty(0, dtype=torch.float32, device=x.device)
+        )
+        return self.wo(out.flatten(-2)), largest

@@ -26,6 +26,8 @@ class BlockOutput(NamedTuple):
     """Choices of each expert, int64 [E]; empty for a dense layer."""
     router_losses: torch.Tensor
     """Balance loss and z-loss summed over tokens, fp32 [2]."""
+    max_logits: torch.Tensor
+    """Largest attention logit of each head, fp32 [H]; empty where it is not tracked."""
 
 
 class Block(nn.Module):
@@ -45,15 +47,16 @@ class Block(nn.Module):
             self.moe = MoE(config.hidden_size, config.moe)
 
     def forward(self, x: torch.Tensor, documents: Documents, rope: Rope) -> BlockOutput:
-        x = x + self.attn(self.attn_norm(x), documents, rope)
+        attended, max_logits = self.attn(self.attn_norm(x), documents, rope)
+        x = x + attended
         normed = self.ffn_norm(x)
         if self.mlp is not None:
             counts = torch.empty(0, dtype=torch.int64, device=x.device)
             losses = torch.zeros(2, dtype=torch.float32, device=x.device)
-            return BlockOutput(x + self.mlp(normed), counts, losses)
+            return BlockOutput(x + self.mlp(normed), counts, losses, max_logits)
         assert self.moe is not None
         out, counts, losses = self.moe(normed)
-        return BlockOutput(x + out, counts, losses)
+        return BlockOutput(x + out, counts, losses, max_logits)
 
 
 class Head(nn.Module):
@@ -80,6 +83,8 @@ class ModelOutput(NamedTuple):
     """Choices of each expert in each MoE layer, int64 [MoE layers, E]."""
     router_losses: torch.Tensor
     """Balance loss and z-loss summed over layers and tokens, fp32 [2]."""
+    max_logits: torch.Tensor
+    """Largest attention logit of each head in each layer, fp32 [L, H]; [L, 0] where it is not tracked."""
 
 
 class Transformer(nn.Module):
@@ -131,6 +136,7 @@ class Transformer(nn.Module):
             result,
             torch.stack(counts) if counts else no_counts,
             torch.stack([output.router_losses for output in outputs]).sum(dim=0),
+            torch.stack([output.max_logits for output in outputs]),
         )
 
     def moe_layers(self) -> list[MoE]:

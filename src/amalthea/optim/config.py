@@ -64,6 +64,9 @@ class OptimConfig(Component):
     replicas: Literal["owning", "repeated"] = "owning"
     """With replicas: `owning` gives each of Muon's matrices one replica, which alone keeps its momentum and computes
     its update; `repeated` all-reduces gradients and lets every replica do all the work."""
+    qk_clip: PositiveFloat | None = None
+    """Bound on attention logits: after a step, query and key weights of a head above it are scaled down to it. For
+    models without `qk_norm`, which bounds logits by itself."""
     adamw: AdamWConfig = AdamWConfig()
     muon: MuonConfig = MuonConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -116,6 +116,7 @@ def _standard_form(x: torch.Tensor, steps: tuple[tuple[float, float, float], ...
 
 
 def _gram_form(x: torch.Tensor, steps: tuple[tuple[float, float, float], ...]) -> torch.Tensor:
+    one = x.new_ones(())
     for group in _groups_between_restarts(steps):
         gram = x @ x.mT
         # A factor (a·I + P) keeps its scalar a apart, in full precision: a bf16 diagonal would round it.
@@ -126,7 +127,8 @@ def _gram_form(x: torch.Tensor, steps: tuple[tuple[float, float, float], ...]) -
                 scalar, collected = a, polynomial
             else:
                 product = torch.baddbmm(collected, polynomial, collected, beta=a)
-                scalar, collected = a * scalar, product.add_(polynomial, alpha=scalar)
+                # addcmul takes its factor in fp32; the alpha of an add would be rounded to bf16 on the CPU.
+                scalar, collected = a * scalar, product.addcmul_(polynomial, one, value=scalar)
             if index + 1 < len(group):
                 half = torch.baddbmm(gram, polynomial, gram, beta=a)
                 gram = torch.baddbmm(half, half, polynomial, beta=a)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from amalthea.core.world import World
 from amalthea.flexshard.layout import Grid
 from amalthea.memory.recompute import apply_recompute
 from amalthea.model.init import initialize
-from amalthea.model.transformer import Transformer
+from amalthea.model.transformer import Block, Transformer
 from amalthea.optim.build import Optimizers, Place
 from amalthea.parallel.experts import apply_expert_parallel
 from amalthea.parallel.fsdp import apply_fsdp, experts_are_cut
@@ -56,6 +57,8 @@ def build(config: RunConfig, resolved: ResolvedRun, world: World) -> Run:
 
     with torch.device("meta"):
         model = Transformer(config.model)
+    for block in model.blocks:
+        cast(Block, block).attn.track_max_logits = config.optim.qk_clip is not None
     if resolved.ep > 1:
         apply_expert_parallel(model, mesh.experts["ep"])
     if config.memory.recompute == "block":

@@ -184,6 +184,8 @@ class _Story:
                 expert_imbalance=max(imbalance, default=None),
                 expert_imbalance_by_layer=imbalance,
                 expert_load=load,
+                max_attention_logit=result.max_attention_logit,
+                clipped_heads=result.clipped_heads,
                 tokens_by_language={
                     language: int(tokens) for language, tokens in zip(self.languages, by_language, strict=True)
                 },

@@ -59,6 +59,10 @@ class StepRecord:
     expert_imbalance_by_layer: tuple[float, ...] = ()
     expert_load: tuple[tuple[float, ...], ...] | None = None
     """Share of its layer's routed tokens, [MoE layers][experts]; kept only at some steps."""
+    max_attention_logit: float | None = None
+    """Largest over layers and heads, before the step; only with QK-clip."""
+    clipped_heads: int | None = None
+    """Heads that QK-clip scaled down in this step."""
     tokens_dropped: int = 0
     tokens_by_language: Mapping[str, int] | None = None
     """Tokens of this step."""

@@ -20,6 +20,7 @@ from amalthea.data.batch import Batch
 from amalthea.kernels.attention import Documents
 from amalthea.model.transformer import ModelOutput
 from amalthea.train.build import Run
+from amalthea.train.qk_clip import attention_clip, clip_attention
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class StepResult:
     """Tokens that each expert of each MoE layer received, [L][E]."""
     totals: tuple[float, ...]
     """What the caller gave as `tallies`, summed over ranks."""
+    max_attention_logit: float | None = None
+    """Before the update; only with QK-clip."""
+    clipped_heads: int | None = None
+    """Heads that QK-clip scaled down in this step."""
 
 
 def train_step(run: Run, microbatches: Sequence[Batch], *, lr_factor: float, tallies: Iterable[float]) -> StepResult:
@@ -46,7 +51,7 @@ def train_step(run: Run, microbatches: Sequence[Batch], *, lr_factor: float, tal
     Raises TrainingError, on every rank alike, if the loss or the gradient norm is not finite.
     """
     num_labels = _global_sum(run, sum(batch.num_labels for batch in microbatches))
-    nll_sum, router_losses, counts = _accumulate(run, microbatches, num_labels)
+    nll_sum, router_losses, counts, max_logits = _accumulate(run, microbatches, num_labels)
     run.optimizers.reduce_over_replicas()
     norm = run.optimizers.grad_norm()
 
@@ -54,8 +59,10 @@ def train_step(run: Run, microbatches: Sequence[Batch], *, lr_factor: float, tal
     sums = torch.cat((nll_sum[None], router_losses.double(), tally))
     dist.all_reduce(sums)
     dist.all_reduce(counts)
-    host = torch.cat((sums, norm.double()[None], num_labels.double()[None])).tolist()
-    nll, balance, z_loss, *totals, grad_norm, labels = host
+    clip = attention_clip(run, max_logits)
+    clip_figures = sums.new_zeros(2) if clip is None else clip.figures
+    host = torch.cat((sums, clip_figures, norm.double()[None], num_labels.double()[None])).tolist()
+    nll, balance, z_loss, *totals, max_logit, clipped_heads, grad_norm, labels = host
     positions = run.config.train.global_batch_tokens
     result = StepResult(
         loss=nll / labels,
@@ -64,6 +71,8 @@ def train_step(run: Run, microbatches: Sequence[Batch], *, lr_factor: float, tal
         grad_norm=grad_norm,
         expert_counts=tuple(map(tuple, counts.tolist())),
         totals=tuple(totals),
+        max_attention_logit=None if clip is None else max_logit,
+        clipped_heads=None if clip is None else int(clipped_heads),
     )
     _check_finite(result)
 
@@ -71,6 +80,8 @@ def train_step(run: Run, microbatches: Sequence[Batch], *, lr_factor: float, tal
         run.optimizers.scale_grads(norm=norm, max_norm=run.config.train.max_grad_norm)
     run.optimizers.step(lr_factor=lr_factor)
     run.optimizers.zero_grad()
+    if clip is not None:
+        clip_attention(run, clip.factors)
     update_load_balance(run, counts)
     return result
 
@@ -84,8 +95,9 @@ def forward(run: Run, batch: Batch, *, per_token: bool = False) -> ModelOutput:
 
 def _accumulate(
     run: Run, microbatches: Sequence[Batch], num_labels: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Leaves summed gradients; returns this rank's loss sum, router losses [2] and expert counts [L, E]."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Leaves summed gradients; returns this rank's loss sum, router losses [2], expert counts [L, E] and the
+    largest logits [L, H]."""
     positions = run.config.train.global_batch_tokens
     outputs = []
     for batch in microbatches:
@@ -93,8 +105,9 @@ def _accumulate(
         loss = output.result / num_labels + output.router_losses.sum() / positions
         loss.backward()
         outputs.append(ModelOutput(*(tensor.detach() for tensor in output)))
-    results, counts, router_losses = zip(*outputs, strict=True)
-    return torch.stack(results).double().sum(), torch.stack(router_losses).sum(0), torch.stack(counts).sum(0)
+    results, counts, router_losses, max_logits = map(torch.stack, zip(*outputs, strict=True))
+    largest = max_logits.amax(dim=0) if max_logits.numel() else max_logits[0]
+    return results.double().sum(), router_losses.sum(0), counts.sum(0), largest
 
 
 @torch.no_grad()
