@@ -51,40 +51,50 @@ class Workload:
 
 @dataclass
 class Tensors:
-    """Parameters with gradients, split over the mesh by their first dim, and fresh copies of both."""
+    """Parameters with gradients, split over the mesh by their first dim, and what both were at first."""
 
     parameters: dict[str, nn.Parameter]
-    weights: dict[str, torch.Tensor]
-    gradients: dict[str, torch.Tensor]
+    weights: dict[str, DTensor]
+    gradients: dict[str, DTensor]
 
     def restore_gradients(self) -> None:
         """Some peers use `.grad` as scratch, so every side gets it anew before each step."""
         for name, parameter in self.parameters.items():
             assert isinstance(parameter.grad, DTensor)
-            parameter.grad.to_local().copy_(self.gradients[name])
+            parameter.grad.to_local().copy_(self.gradients[name].to_local())
 
     def updates(self, *, lr: float, weight_decay: float) -> Iterator[tuple[str, torch.Tensor]]:
         """What a first step added to each whole tensor beside weight decay. Communication: one all-gather each."""
         for name, parameter in self.parameters.items():
-            weight = DTensor.from_local(self.weights[name], parameter.device_mesh, [Shard(0)], shape=parameter.shape)
-            yield name, (parameter.detach() - weight * (1 - lr * weight_decay)).full_tensor()
+            yield name, (parameter.detach() - self.weights[name] * (1 - lr * weight_decay)).full_tensor()
 
 
-def make_tensors(workload: Workload, part: Part, mesh: DeviceMesh, *, cut_stacks: bool = False) -> Tensors:
-    """`cut_stacks` makes each expert's matrix a parameter `NAME[expert]` of its own, split by rows."""
-    tensors = Tensors({}, {}, {})
-    for name in workload.shapes(part):
-        weight, gradient = (workload.draw(name, purpose=purpose) for purpose in ("weight", "gradient"))
-        pairs = {name: (weight, gradient)}
-        if cut_stacks and weight.ndim == 3:
-            pairs = {f"{name}[{e}]": pair for e, pair in enumerate(zip(weight, gradient, strict=True))}
-        for key, pair in pairs.items():
-            local, grad = (distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for t in pair)
-            parameter = tensors.parameters[key] = nn.Parameter(local)
-            parameter.grad = grad
-            tensors.weights[key] = local.to_local().clone()
-            tensors.gradients[key] = grad.to_local().clone()
-    return tensors
+class Source:
+    """Makes sides' tensors from one set of weights and gradients; draws each once."""
+
+    def __init__(self, workload: Workload, mesh: DeviceMesh) -> None:
+        self.workload, self.mesh = workload, mesh
+        self._drawn: dict[str, tuple[DTensor, DTensor]] = {}
+
+    def make(self, part: Part, *, cut_stacks: bool = False) -> Tensors:
+        """`cut_stacks` makes each expert's matrix a parameter `NAME[expert]` of its own, split by rows."""
+        tensors = Tensors({}, {}, {})
+        for name, shape in self.workload.shapes(part).items():
+            keys = [f"{name}[{expert}]" for expert in range(shape[0])] if cut_stacks and len(shape) == 3 else [name]
+            for key in keys:
+                if key not in self._drawn:
+                    self._draw(name, keys)
+                tensors.weights[key], tensors.gradients[key] = self._drawn[key]
+                parameter = tensors.parameters[key] = nn.Parameter(tensors.weights[key].clone())
+                parameter.grad = tensors.gradients[key].clone()
+        return tensors
+
+    def _draw(self, name: str, keys: list[str]) -> None:
+        whole = [self.workload.draw(name, purpose=purpose) for purpose in ("weight", "gradient")]
+        pairs = [tuple(whole)] if keys == [name] else list(zip(*whole, strict=True))
+        for key, pair in zip(keys, pairs, strict=True):
+            weight, gradient = (distribute_tensor(t, self.mesh, [Shard(0)], src_data_rank=None) for t in pair)
+            self._drawn[key] = weight, gradient
 
 
 class Exact:

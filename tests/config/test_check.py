@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.configs import small_config
 
@@ -72,26 +72,26 @@ def test_invalid_degrees_name_the_valid_ones(world_size: int, overrides: list[st
     assert problems(world_size, *overrides) == (line,)
 
 
-def test_muon_for_dense_matrices_is_refused_where_they_are_sharded() -> None:
-    (problem,) = problems(4, "optim.matrices=muon")
-    assert "row-sharded" in problem
-    assert problem.endswith("cannot be orthogonalised in place yet; choose optim.matrices=adamw")
-    assert resolved(1, "optim.matrices=muon").dp_shard == 1
+@pytest.mark.parametrize("world_size", [3, 4, 12, 32])
+def test_muon_takes_matrices_and_experts_however_they_are_sharded(world_size: int) -> None:
+    run = resolved(world_size, "optim.matrices=muon", f"train.global_batch_tokens={32 * world_size}")
+    assert run.dp_shard == world_size
 
 
-def test_muon_for_experts_needs_them_whole() -> None:
-    (problem,) = problems(12, "train.global_batch_tokens=384")
-    assert "parallel.dp_shard 12 does not divide model.moe.num_experts 16" in problem
-    assert "valid parallel.dp_shard on 12 ranks: 1, 2, 4 (with parallel.dp_replicate 12, 6, 3)" in problem
-    assert "optim.experts=adamw" in problem
-    (problem,) = problems(32, "train.global_batch_tokens=1024")
-    assert "parallel.dp_shard 32 does not divide model.moe.num_experts 16" in problem
-    assert resolved(32, "train.global_batch_tokens=1024", "optim.experts=adamw").efsdp == 32
+def test_sequences_under_one_gather_divide_a_rank_s_microbatches() -> None:
+    two = ("train.microbatch_sequences=2", "memory.sequences_per_gather=2")
+    run = resolved(1, *two)
+    assert (run.microbatch_sequences, run.gather_sequences, run.accumulation_steps) == (2, 4, 2)
+    (problem,) = problems(1, two[0], "memory.sequences_per_gather=3")
+    assert problem == (
+        "memory.sequences_per_gather is 3, but must divide the 4 microbatches that a rank has in a step; valid: 1, 2, 4"
+    )
 
 
-def test_a_model_without_expert_layers_may_be_sharded_as_it_likes() -> None:
-    dense = ("model.num_dense_layers=2", "model.dense_hidden_size=64", "train.global_batch_tokens=96")
-    assert resolved(3, *dense).dp_shard == 3
+def test_qk_clip_is_for_models_without_qk_norm() -> None:
+    (problem,) = problems(1, "optim.qk_clip=50")
+    assert problem.startswith("optim.qk_clip is 50.0, but model.qk_norm already bounds attention logits")
+    assert resolved(1, "optim.qk_clip=50", "model.qk_norm=false").world_size == 1
 
 
 @pytest.mark.parametrize(("tokens", "nearest"), [(100, "128"), (300, "256, 384"), (257, "256, 384"), (383, "256, 384")])
@@ -103,6 +103,7 @@ def test_a_batch_that_does_not_divide_comes_with_the_nearest_that_do(tokens: int
     )
 
 
+@settings(deadline=None)
 @given(
     world_size=st.integers(1, 12),
     per_rank=st.integers(1, 60),
@@ -146,6 +147,7 @@ def test_the_vocabulary_must_be_the_tokenizer_s() -> None:
         check_vocab(small_config(), tokenizer_vocab_size=60)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5000))
 def test_divisors(number: int) -> None:
     assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]

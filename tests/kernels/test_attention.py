@@ -70,7 +70,9 @@ def test_output_and_gradients_equal_a_loop(path: str, kv_heads: int, dtype: torc
     got = with_gradients(lambda t: run(path, t, documents), [t.to(dtype) for t in tensors], upstream)
     for name, left, right in zip(("out", "query", "key", "value"), got, expected, strict=True):
         assert left.dtype == dtype
-        torch.testing.assert_close(left.double(), right, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            left.double(), right, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -28,7 +28,8 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 
 def reference(x: torch.Tensor) -> torch.Tensor:
     """The pair (x[i], x[i + d/2]) as one complex number, times e^(i·angle)."""
-    turned = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * torch.polar(torch.ones_like(angles()), angles())[:, None]
+    numbers = torch.complex(x[..., : D // 2], x[..., D // 2 :])
+    turned = numbers * torch.polar(torch.ones_like(angles()), angles())[:, None]
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 

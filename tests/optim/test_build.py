@@ -107,9 +107,7 @@ def test_adamw_equals_torch(fused: bool, tolerance: float) -> None:
 
 
 def test_weight_decay_spares_norms() -> None:
-    config = OptimConfig(
-        adamw=AdamWConfig(lr=0.1, weight_decay=0.5), muon=MuonConfig(lr=0.2, weight_decay=0.5)
-    )
+    config = OptimConfig(adamw=AdamWConfig(lr=0.1, weight_decay=0.5), muon=MuonConfig(lr=0.2, weight_decay=0.5))
     model = small_model(small_model_config(**MODEL))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizers = Optimizers(model.named_parameters(), config)

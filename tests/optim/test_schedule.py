@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -27,7 +28,10 @@ def factors(total: int, **changes: Any) -> list[float]:
         ),
         ({"kind": "wsd", "decay_fraction": 0.5, "min_factor": 0.0}, [1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0]),
         ({"kind": "wsd", "decay_fraction": 0.0, "min_factor": 0.2}, [1] * 10),
-        ({"kind": "wsd", "warmup_steps": 8, "decay_fraction": 0.4, "min_factor": 0.5}, [i / 8 for i in range(1, 9)] + [0.75, 0.5]),
+        (
+            {"kind": "wsd", "warmup_steps": 8, "decay_fraction": 0.4, "min_factor": 0.5},
+            [i / 8 for i in range(1, 9)] + [0.75, 0.5],
+        ),
         ({"kind": "constant", "warmup_steps": 4, "min_factor": 0.2}, [0.25, 0.5, 0.75] + [1] * 7),
         (
             {"kind": "cosine", "warmup_steps": 6, "min_factor": 0.2},
@@ -61,7 +65,7 @@ def test_any_schedule(schedule: tuple[ScheduleConfig, int]) -> None:
     warmup, rest = values[: config.warmup_steps], values[config.warmup_steps :]
     assert warmup == [(step + 1) / config.warmup_steps for step in range(len(warmup))]
     assert all(config.min_factor - 1e-12 <= value <= 1 for value in rest)
-    assert all(after <= before for before, after in zip(rest, rest[1:], strict=False)), "it never rises again"
+    assert all(after <= before for before, after in pairwise(rest)), "it never rises again"
 
     decay_steps = len(rest)
     if config.kind == "wsd":
@@ -72,7 +76,7 @@ def test_any_schedule(schedule: tuple[ScheduleConfig, int]) -> None:
     if decay_steps:
         assert values[-1] == pytest.approx(config.min_factor, abs=1e-12)
         steepest = (1 - config.min_factor) / decay_steps * (math.pi / 2 if config.kind == "cosine" else 1)
-        falls = [before - after for before, after in zip([1.0, *rest], rest, strict=False)]
+        falls = [before - after for before, after in pairwise([1.0, *rest])]
         assert max(falls) <= steepest + 1e-9, "no jump"
 
 

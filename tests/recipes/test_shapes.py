@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from amalthea.config.check import resolve
-from amalthea.config.overrides import apply_overrides
 from amalthea.core.errors import ConfigError
 from amalthea.model.config import ModelConfig
 from amalthea.recipes.registry import load_recipe
@@ -68,11 +67,12 @@ def test_moe_small_fits_eight_ranks_with_whole_experts() -> None:
     assert (run.ep, run.efsdp, run.accumulation_steps) == (8, 1, 8)
 
 
-def test_europa_fits_four_replicas_of_384_once_dense_matrices_take_adamw() -> None:
-    config = load_recipe("europa-1t")
-    with pytest.raises(ConfigError) as caught:
-        resolve(config, world_size=1536)
-    assert [problem.rpartition("choose ")[2] for problem in caught.value.problems] == ["optim.matrices=adamw"]
-    run = resolve(apply_overrides(config, ["optim.matrices=adamw"]), world_size=1536)
+def test_europa_fits_four_replicas_of_384() -> None:
+    run = resolve(load_recipe("europa-1t"), world_size=1536)
     assert (run.dp_replicate, run.dp_shard, run.ep, run.efsdp) == (4, 384, 4, 96)
     assert (run.sequences_per_rank, run.accumulation_steps) == (1, 1)
+
+
+def test_europa_refuses_another_machine() -> None:
+    with pytest.raises(ConfigError, match=r"parallel.dp_replicate is 4, which does not divide the 6 ranks"):
+        resolve(load_recipe("europa-1t"), world_size=6)

@@ -27,10 +27,13 @@ def generate_command(
 ) -> None:
     """Continue a text with a trained run."""
     from amalthea.config.load import load_config
+    from amalthea.core.errors import ConfigError
     from amalthea.data.tokenizer import Tokenizer
     from amalthea.launch.manifest import TOKENIZER_FILE
     from amalthea.train.generate import Sampling, find_checkpoint, generate, load_model
 
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python marks bytes that are no text
+        raise ConfigError("--prompt is not valid UTF-8; check the encoding of the terminal or file that it came from")
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     config = load_config(run_dir)
     path = find_checkpoint(run_dir, step=checkpoint)

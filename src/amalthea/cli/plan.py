@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,7 +13,10 @@ from amalthea.cli.console import output, print_json, table
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from amalthea.config.run import RunConfig
     from amalthea.plan.accounting import Accounting
+
+DEFAULT_CLUSTER = "jupiter"
 
 
 def plan_command(
@@ -27,20 +31,90 @@ def plan_command(
             show_default=False,
         ),
     ] = None,
+    optimizer: Annotated[
+        bool, typer.Option("--optimizer", help="Plan the optimizer step: owners, bytes, seconds.")
+    ] = False,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            "--gpus",
+            metavar="N",
+            min=1,
+            help="GPUs of the run; by default the recipe's degrees, or one microbatch each.",
+            show_default=False,
+        ),
+    ] = None,
+    ep: Annotated[
+        int | None, typer.Option("--ep", metavar="K", min=1, help="Short for parallel.ep=K.", show_default=False)
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            metavar="NAME",
+            help=f"Machine to estimate for; {DEFAULT_CLUSTER} by default.",
+            show_default=False,
+        ),
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option("--picture", metavar="FILE.png", help="Draw the load of every rank.", show_default=False),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Count a recipe's parameters, FLOP per token and bytes of state exactly; nothing is built."""
+    """Count a recipe's parameters, FLOP per token and bytes of state exactly; nothing is built.
+
+    With --optimizer, also plan the optimizer step of a run over many GPUs, and estimate its seconds.
+    """
     from amalthea.plan.accounting import account
 
-    config = load(recipe, overrides)
+    _needs_optimizer(optimizer, {"--gpus": gpus, "--cluster": cluster, "--picture": picture})
+    config = load(recipe, [*(overrides or []), *([f"parallel.ep={ep}"] if ep else [])])
     counted = account(config.model, seq_len=config.data.seq_len, document_len=document_tokens, optim=config.optim)
+    document: dict[str, Any] = {"recipe": config.recipe, "seq_len": config.data.seq_len, "model": counted.to_json()}
+    tables = [_parameters(counted), _flops(counted), _state(counted)]
+    if optimizer:
+        document["optimizer"], more = _optimizer(config, gpus, cluster or DEFAULT_CLUSTER, picture)
+        tables += more
     if json:
-        print_json({"recipe": config.recipe, "seq_len": config.data.seq_len, "model": counted.to_json()})
+        print_json(document)
         return
     console = output()
-    for part in (_parameters(counted), _flops(counted), _state(counted)):
+    for part in tables:
         console.print(part)
         console.print()
+
+
+def _needs_optimizer(optimizer: bool, options: dict[str, Any]) -> None:
+    """An option that would do nothing is an error, not a silence."""
+    from amalthea.core.errors import ConfigError
+
+    given = [name for name, value in options.items() if value is not None]
+    if given and not optimizer:
+        raise ConfigError(f"{', '.join(given)} only mean something with --optimizer; add it")
+
+
+def _optimizer(
+    config: RunConfig, gpus: int | None, cluster_name: str, picture: Path | None
+) -> tuple[dict[str, Any], list[Any]]:
+    """The JSON and the tables of the optimizer step; draws the picture too."""
+    from amalthea.cli.optimizer_tables import optimizer_tables
+    from amalthea.plan.clusters import get_cluster
+
+    cluster = get_cluster(cluster_name)  # before torch is imported, so that a typing error shows at once
+    from amalthea.plan.optimizer_published import published_estimates
+    from amalthea.plan.optimizer_step import default_gpus, plan_optimizer_step
+    from amalthea.plan.optimizer_time import estimate_step
+
+    plan = plan_optimizer_step(config, num_gpus=gpus or default_gpus(config))
+    estimate, published = estimate_step(plan, config, cluster), published_estimates(config.model)
+    document = {**plan.to_json(), **estimate.to_json(), "published": [figure.to_json() for figure in published]}
+    if picture is not None:
+        from amalthea.report.optimizer_load import write_load_picture
+
+        write_load_picture(plan, picture, title=config.recipe, flops_per_s=estimate.flops_per_s)
+        document["picture"] = str(picture)
+    return document, optimizer_tables(plan, estimate, published)
 
 
 def _parameters(counted: Accounting) -> Table:

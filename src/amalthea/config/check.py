@@ -26,6 +26,9 @@ class ResolvedRun:
     sequences_per_rank: int
     """Of one optimizer step."""
     microbatch_sequences: int
+    """In one pass through a group of blocks."""
+    gather_sequences: int
+    """In all passes under one gather of a group's parameters: what the model is given at a time."""
     accumulation_steps: int
 
     @property
@@ -52,7 +55,8 @@ def resolve(config: RunConfig, *, world_size: int) -> ResolvedRun:
     assert dp_shard is not None
     global_batch_sequences = config.train.global_batch_tokens // config.data.seq_len
     sequences_per_rank = global_batch_sequences // world_size
-    microbatch = max(d for d in divisors(sequences_per_rank) if d <= config.train.microbatch_sequences)
+    microbatch = _microbatch(config, sequences_per_rank)
+    gather_sequences = microbatch * config.memory.sequences_per_gather
     return ResolvedRun(
         dp_replicate=config.parallel.dp_replicate,
         dp_shard=dp_shard,
@@ -62,7 +66,8 @@ def resolve(config: RunConfig, *, world_size: int) -> ResolvedRun:
         global_batch_sequences=global_batch_sequences,
         sequences_per_rank=sequences_per_rank,
         microbatch_sequences=microbatch,
-        accumulation_steps=sequences_per_rank // microbatch,
+        gather_sequences=gather_sequences,
+        accumulation_steps=sequences_per_rank // gather_sequences,
     )
 
 
@@ -127,6 +132,18 @@ def _batch_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"train.global_batch_tokens is {tokens}, but must be a multiple of data.seq_len "
             f"{config.data.seq_len} · {_ranks(world_size)} = {unit}; nearest: {_list(nearest)}"
         )
+        return
+    sequences_per_rank = tokens // unit
+    passes = sequences_per_rank // _microbatch(config, sequences_per_rank)
+    if passes % config.memory.sequences_per_gather:
+        yield (
+            f"memory.sequences_per_gather is {config.memory.sequences_per_gather}, but must divide the {passes} "
+            f"microbatches that a rank has in a step; valid: {_list(divisors(passes))}"
+        )
+
+
+def _microbatch(config: RunConfig, sequences_per_rank: int) -> int:
+    return max(d for d in divisors(sequences_per_rank) if d <= config.train.microbatch_sequences)
 
 
 def _optim_problems(config: RunConfig) -> Iterator[str]:

@@ -23,18 +23,26 @@ from amalthea.data.shards import Shard
 __all__ = ["TOKENIZER_FILE", "PreparedData", "TrainData", "ValidationData", "open_prepared", "prepare"]
 
 
+def mixture_of(prepared: PreparedData, config: DataConfig) -> dict[str, float]:
+    """Each language's share of the samples.
+
+    Raises DataError when the mixture names an unknown language, or the text is too short for one sequence.
+    """
+    tokens = {language: prepared.num_tokens(language) for language in prepared.languages}
+    if sum(tokens.values()) < config.seq_len:
+        raise DataError(
+            f"the corpus has {sum(tokens.values())} training tokens, fewer than one sequence of "
+            f"data.seq_len={config.seq_len}; bring more text or set a smaller data.seq_len"
+        )
+    return mixture_weights(tokens, temperature=config.temperature, fixed=config.weights)
+
+
 class TrainData:
     """Training batches: a pure function of step and row, whatever the number of ranks."""
 
     def __init__(self, prepared: PreparedData, config: DataConfig, *, seed: int, global_batch_sequences: int) -> None:
-        """Raises DataError when the mixture names an unknown language, or the text is too short for a window."""
-        tokens = {language: prepared.num_tokens(language) for language in prepared.languages}
-        if sum(tokens.values()) < config.seq_len:
-            raise DataError(
-                f"the corpus has {sum(tokens.values())} training tokens, fewer than one sequence of "
-                f"data.seq_len={config.seq_len}; bring more text or set a smaller data.seq_len"
-            )
-        self.weights = mixture_weights(tokens, temperature=config.temperature, fixed=config.weights)
+        """Raises DataError as `mixture_of` does."""
+        self.weights = mixture_of(prepared, config)
         self.global_batch_sequences = global_batch_sequences
         self._languages = tuple(self.weights)
         self._order = SampleOrder(tuple(self.weights.values()), seed)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from amalthea.data.folders import check_files, read_manifest
+from amalthea.data.folders import check_files, combined_checksum, read_manifest
 from amalthea.data.shards import Shard, open_shard
 from amalthea.data.tokenizer import Tokenizer
 
@@ -50,6 +50,11 @@ class PreparedData:
     @property
     def vocab_size(self) -> int:
         return int(self.manifest["vocab_size"])
+
+    @property
+    def checksum(self) -> str:
+        """Of everything that batches are made of, wherever it lies: token shards and tokenizer."""
+        return combined_checksum({name: entry["sha256"] for name, entry in self.manifest["files"].items()})
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -24,7 +24,7 @@ Shape legend: E experts, R rows, C columns.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from amalthea.core.errors import PlacementError
@@ -144,20 +144,29 @@ class StoredParameter:
         """Who holds which rows of `unit` (numbered inside the matrix), in order of rows; never an empty piece."""
         if self.storage == "experts":
             return [Piece(self._rank_of_expert(grid, unit.expert), unit.start, unit.stop)]
-        splits = grid.num_ranks if self.storage == "rows" else grid.efsdp
-        size = -(-self.rows // splits)
-        ep = 0 if self.storage == "rows" else unit.expert // -(-self.num_experts // grid.ep)
-        stride = 1 if self.storage == "rows" else grid.ep
-        return [
-            Piece(split * stride + ep, max(unit.start, split * size), min(unit.stop, (split + 1) * size))
-            for split in range(unit.start // size, -(-unit.stop // size))
-        ]
+        if self.storage == "rows":
+            return list(_row_pieces(self.rows, grid.num_ranks, unit.start, unit.stop, first_rank=0, stride=1))
+        ep = unit.expert // -(-self.num_experts // grid.ep)
+        return list(_row_pieces(self.rows, grid.efsdp, unit.start, unit.stop, first_rank=ep, stride=grid.ep))
 
     def _rank_of_expert(self, grid: Grid, expert: int) -> int:
         per_ep = -(-self.num_experts // grid.ep)
         ep, inside = divmod(expert, per_ep)
         first, last = chunk_range(self.num_experts, grid.ep, ep)
         return inside // -(-(last - first) // grid.efsdp) * grid.ep + ep
+
+
+@lru_cache(maxsize=1024)
+def _row_pieces(rows: int, splits: int, start: int, stop: int, *, first_rank: int, stride: int) -> tuple[Piece, ...]:
+    """Pieces of rows `start` to `stop` of a matrix of `rows` that is split over every `stride`-th rank.
+
+    Cached: a large model asks for the same few shapes thousands of times.
+    """
+    size = -(-rows // splits)
+    return tuple(
+        Piece(first_rank + split * stride, max(start, split * size), min(stop, (split + 1) * size))
+        for split in range(start // size, -(-stop // size))
+    )
 
 
 class Owner(NamedTuple):

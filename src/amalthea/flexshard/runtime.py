@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from amalthea.flexshard.buckets import BUCKET_ELEMENTS, buckets
 from amalthea.flexshard.layout import Layout, Owner, Piece
 
 
@@ -151,7 +152,7 @@ class UnitExchange:
 
     def launch_to_owners(self, pieces: Sequence[torch.Tensor], *, device: torch.device) -> _Pending:
         """Sends `pieces` (one per `send_order`, any float dtype) as bf16."""
-        return self._exchange(_pack(pieces, device), self._send_sizes, self._receive_sizes)
+        return self._exchange(pack(pieces, device=device), self._send_sizes, self._receive_sizes)
 
     def finish_to_owners(self, pending: _Pending) -> list[torch.Tensor]:
         """Waits, and returns the owned units, each [R, C] in bf16."""
@@ -169,7 +170,7 @@ class UnitExchange:
             results[number][piece.start - route.start : piece.stop - route.start]
             for number, route, piece in self._arrivals
         ]
-        return self._exchange(_pack(pieces, device), self._receive_sizes, self._send_sizes)
+        return self._exchange(pack(pieces, device=device), self._receive_sizes, self._send_sizes)
 
     def finish_back(self, pending: _Pending, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
         """Waits, and returns the results of the routed slabs, in `send_order`, in the slabs' shapes."""
@@ -213,11 +214,11 @@ class ReplicaExchange:
         replica: int,
         num_replicas: int,
         group: dist.ProcessGroup,
-        max_elements: int = 1 << 26,
+        max_elements: int = BUCKET_ELEMENTS,
     ) -> None:
         self.slabs, self.replica, self.num_replicas, self.group = list(slabs), replica, num_replicas, group
         self._sizes = [(s.last - s.first) * (s.bottom - s.top) * columns[s.parameter] for s in self.slabs]
-        self._buckets = list(_buckets(self._sizes, max_elements))
+        self._buckets = list(buckets(self._sizes, max_elements))
 
     @property
     def num_buckets(self) -> int:
@@ -236,15 +237,15 @@ class ReplicaExchange:
             for position, start in self._offsets(bucket, share):
                 packed[start : start + self._sizes[position]].copy_(grads[position].reshape(-1))
             summed = packed.new_empty(share)
-            dist.reduce_scatter_tensor(summed, packed, group=self.group)
+            dist.reduce_scatter_single(summed, packed, group=self.group)
             for position, start in self._offsets(bucket, share):
                 if self.slabs[position].owner.replica == self.replica:
                     begin = start - self.replica * share
                     part = summed[begin : begin + self._sizes[position]]
                     grads[position].copy_(part.view(grads[position].shape))
 
-    def spread(self, updates: dict[int, torch.Tensor], *, device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields every slab's position and bf16 update (flat), given those of the slabs that this replica owns."""
+    def spread(self, updates: dict[int, torch.Tensor], *, device: torch.device) -> Iterator[dict[int, torch.Tensor]]:
+        """Yields, bucket by bucket, every slab's bf16 update (flat) by position; takes those that this replica owns."""
         for bucket in self._buckets:
             share = self._share_size(bucket)
             mine = torch.zeros(share, dtype=torch.bfloat16, device=device)
@@ -253,9 +254,11 @@ class ReplicaExchange:
                     begin = start - self.replica * share
                     mine[begin : begin + self._sizes[position]].copy_(updates.pop(position).reshape(-1))
             gathered = mine.new_empty(self.num_replicas * share)
-            dist.all_gather_into_tensor(gathered, mine, group=self.group)
-            for position, start in self._offsets(bucket, share):
-                yield position, gathered[start : start + self._sizes[position]]
+            dist.all_gather_single(gathered, mine, group=self.group)
+            yield {
+                position: gathered[start : start + self._sizes[position]]
+                for position, start in self._offsets(bucket, share)
+            }
 
     def _share_size(self, bucket: range) -> int:
         totals = [0] * self.num_replicas
@@ -272,17 +275,6 @@ class ReplicaExchange:
             ends[replica] += self._sizes[position]
 
 
-def _buckets(sizes: Sequence[int], max_elements: int) -> Iterator[range]:
-    start = total = 0
-    for position, size in enumerate(sizes):
-        if total and total + size > max_elements:
-            yield range(start, position)
-            start, total = position, 0
-        total += size
-    if total:
-        yield range(start, len(sizes))
-
-
 def _route(layout: Layout, index: int) -> _Route:
     unit = layout.units[index]
     columns = layout.parameters[unit.parameter].columns
@@ -294,7 +286,11 @@ def _elements(route: _Route, rank: int) -> int:
     return sum((piece.stop - piece.start) * route.columns for piece in route.pieces if piece.rank == rank)
 
 
-def _pack(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    if not pieces:
-        return torch.empty(0, dtype=torch.bfloat16, device=device)
-    return torch.cat([piece.reshape(-1).to(torch.bfloat16) for piece in pieces])
+def pack(pieces: Sequence[torch.Tensor], *, device: torch.device) -> torch.Tensor:
+    """All elements of contiguous `pieces` (any float dtypes), one after the other, in bf16; one fused copy on CUDA."""
+    flat = [piece.reshape(-1) for piece in pieces]
+    sizes = [piece.numel() for piece in flat]
+    packed = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device)
+    if flat:
+        torch._foreach_copy_(packed.split(sizes), flat)
+    return packed

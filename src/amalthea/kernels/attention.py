@@ -50,6 +50,19 @@ class Documents:
     def of(lengths: Sequence[Sequence[int]], seq_len: int, *, device: torch.device | str = "cpu") -> Documents:
         return Documents(tuple(tuple(row) for row in lengths), seq_len, torch.device(device))
 
+    def split(self, num_sequences: int) -> tuple[Documents, ...]:
+        """So many sequences at a time; made once, so that all layers share their masks and offsets."""
+        if num_sequences not in self._parts:
+            starts = range(0, len(self.lengths), num_sequences)
+            self._parts[num_sequences] = tuple(
+                Documents(self.lengths[start : start + num_sequences], self.seq_len, self.device) for start in starts
+            )
+        return self._parts[num_sequences]
+
+    @cached_property
+    def _parts(self) -> dict[int, tuple[Documents, ...]]:
+        return {}
+
     @cached_property
     def flat_lengths(self) -> list[int]:
         return [length for row in self.lengths for length in row]

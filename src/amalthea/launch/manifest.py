@@ -25,6 +25,8 @@ TOKENIZER_FILE = "tokenizer.json"
 FIXED_KEYS = ("seed", "precision", "model", "data", "optim", "train.global_batch_tokens")
 """Keys and groups that make a run what it is: a resumed run has the same. The order of samples hangs on the
 batch too, so a change of it would repeat some and skip others."""
+FREE_KEYS = ("optim.replicas",)
+"""Keys of those groups that only say who computes what, as the mesh does."""
 
 _PACKAGES = (
     "torch", "numpy", "pydantic", "typer", "rich", "tokenizers", "matplotlib", "tensorboard", "platformdirs",
@@ -33,17 +35,24 @@ _PACKAGES = (
 
 
 def write_manifest(
-    run_dir: Path, *, config: RunConfig, resolved: ResolvedRun, world: World, chosen: dict[str, Any]
+    run_dir: Path,
+    *,
+    config: RunConfig,
+    resolved: ResolvedRun,
+    world: World,
+    chosen: dict[str, Any],
+    data_checksum: str | None = None,
 ) -> None:
     """Write both files, each whole or not at all; the manifests of earlier starts move to `previous_starts`.
 
-    `chosen` is what each `auto` became. Neither the host's name nor the user's is written.
+    `chosen` is what each `auto` became, `data_checksum` that of the prepared corpus. Neither the host's name nor
+    the user's is written.
 
     Raises:
         ConfigError: the folder holds another run (see `check_same_run`).
         OSError: it cannot be written.
     """
-    check_same_run(run_dir, config)
+    check_same_run(run_dir, config, data_checksum=data_checksum)
     manifest = {
         "recipe": config.recipe,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -51,21 +60,36 @@ def write_manifest(
         "device": world.device,
         "world": {"size": world.size, "local_size": world.local_size},
         "layout": asdict(resolved),
+        "data_checksum": data_checksum,
         "chosen": chosen,
         "versions": package_versions(),
         "git": git_revision(Path(amalthea.__file__).parent),
     }
     manifest["previous_starts"] = _earlier_starts(run_dir / MANIFEST_FILE)
     run_dir.mkdir(parents=True, exist_ok=True)
-    _write_whole(run_dir / MANIFEST_FILE, json.dumps(manifest, indent=2) + "\n")
-    _write_whole(run_dir / CONFIG_FILE, config_to_json(config))
+    write_whole(run_dir / MANIFEST_FILE, json.dumps(manifest, indent=2) + "\n")
+    write_whole(run_dir / CONFIG_FILE, config_to_json(config))
 
 
-def check_same_run(run_dir: Path, config: RunConfig) -> None:
+def check_writable(run_dir: Path) -> None:
+    """Refuse a run folder that cannot be made or written, before anything is done.
+
+    Raises:
+        ConfigError: naming the folder or file in the way.
+    """
+    existing = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"--run-dir {run_dir}: {existing} is a file, not a folder; name another --run-dir")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"--run-dir {run_dir}: {existing} cannot be written; give write access or name another")
+
+
+def check_same_run(run_dir: Path, config: RunConfig, *, data_checksum: str | None = None) -> None:
     """Refuse to go on in a folder whose run has another model, data, seed or optimizer.
 
     Raises:
-        ConfigError: naming each key of `FIXED_KEYS` that differs, with both values.
+        ConfigError: naming each key of `FIXED_KEYS` that differs, with both values; or the text behind `data.path`
+            is no longer what the run was trained on.
     """
     if not (run_dir / CONFIG_FILE).exists():
         return
@@ -74,6 +98,12 @@ def check_same_run(run_dir: Path, config: RunConfig) -> None:
     if differing:
         changes = ", ".join(f"{key} {_value(before, key)} → {_value(config, key)}" for key in differing)
         raise ConfigError(f"{run_dir} holds another run: {changes}; name another --run-dir or keep these settings")
+    checksums = [start.get("data_checksum") for start in _earlier_starts(run_dir / MANIFEST_FILE)]
+    if data_checksum and checksums and checksums[-1] not in (None, data_checksum):
+        raise ConfigError(
+            f"{run_dir} was trained on other text than data.path {config.data.path} holds now; bring that text back "
+            "or name another --run-dir"
+        )
 
 
 def package_versions() -> dict[str, str]:
@@ -106,7 +136,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _is_fixed(key: str) -> bool:
-    return any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED_KEYS)
+    return key not in FREE_KEYS and any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED_KEYS)
 
 
 def _value(config: RunConfig, key: str) -> Any:
@@ -126,7 +156,8 @@ def _earlier_starts(path: Path) -> list[dict[str, Any]]:
     return [*manifest.pop("previous_starts", []), manifest]
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Write a file aside and rename it, so that what was there stays until the new one is whole. Raises OSError."""
     aside = path.with_name(path.name + ".tmp")
     try:
         with open(aside, "w", encoding="utf-8") as file:

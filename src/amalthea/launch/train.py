@@ -13,7 +13,7 @@ from amalthea.config.run import RunConfig
 from amalthea.core.errors import ConfigError
 from amalthea.core.world import World
 from amalthea.launch.failure import on_main_rank, run_together
-from amalthea.launch.manifest import TOKENIZER_FILE, check_same_run, write_manifest
+from amalthea.launch.manifest import TOKENIZER_FILE, check_same_run, check_writable, write_manifest, write_whole
 from amalthea.launch.paths import cache_dir
 from amalthea.launch.signals import exit_code, listen
 from amalthea.launch.world import discover, process_group
@@ -31,9 +31,8 @@ def run(
     """Train as `config` says, in `run_dir` or a new folder `runs/RECIPE-TIME`; every rank calls it together.
 
     On rank 0, `say` is told how the data is being prepared, and `finish` is called with the run folder once
-    training has ended or was stopped. Returns the exit
-    code: 0, or 75 / 130 where a signal stopped the run after it had saved, or another rank's code where that
-    one failed.
+    training has ended or was stopped. Returns the exit code: 0, or 75 / 130 where a signal stopped the run
+    after it had saved, or another rank's code where that one failed.
 
     Raises:
         AmaltheaError: on one rank only, so that the message is printed once; contradictions of the launcher
@@ -86,22 +85,34 @@ def _run(
     say: Callable[[str], None] | None,
     finish: Callable[[Path], None] | None,
 ) -> int:
+    from amalthea.data.dataset import mixture_of
     from amalthea.data.prepare import prepare
+    from amalthea.data.prepared import TOKENIZER_FILE as PREPARED_TOKENIZER_FILE
     from amalthea.train.loop import train
 
     def open_folder() -> Path:
+        # Before the corpus is prepared, which may take long.
         folder = run_dir or new_run_dir(config.recipe, now=datetime.now())
-        check_same_run(folder, config)  # before the corpus is prepared, which may take long
+        check_writable(folder)
+        check_same_run(folder, config)
         return folder
 
     folder = on_main_rank(open_folder, world=world)
     prepared = on_main_rank(lambda: prepare(config.data, cache_dir=cache_dir(), progress=say), world=world)
     check_vocab(config, tokenizer_vocab_size=prepared.vocab_size)
+    mixture_of(prepared, config.data)  # what it refuses shall not leave a folder
 
     def write_folder() -> None:
-        chosen = chosen_automatically(config, resolved, world)
-        write_manifest(folder, config=config, resolved=resolved, world=world, chosen=chosen)
-        prepared.tokenizer.save(folder / TOKENIZER_FILE)  # it outlives the cache
+        write_manifest(
+            folder,
+            config=config,
+            resolved=resolved,
+            world=world,
+            chosen=chosen_automatically(config, resolved, world),
+            data_checksum=prepared.checksum,
+        )
+        # A copy that outlives the cache.
+        write_whole(folder / TOKENIZER_FILE, (prepared.path / PREPARED_TOKENIZER_FILE).read_text(encoding="utf-8"))
 
     on_main_rank(write_folder, world=world)
     with listen() as stop:

@@ -5,8 +5,9 @@ Shape legend: B sequences, S tokens per sequence, D hidden, V vocabulary, L laye
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Self
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,49 +15,10 @@ from torch import nn
 
 from amalthea.kernels.attention import Documents
 from amalthea.kernels.vocab_loss import token_losses, vocab_loss_sum
-from amalthea.model.attention import Attention, Rope
+from amalthea.model.attention import Rope
+from amalthea.model.blocks import Block, BlockGroup, join_layers
 from amalthea.model.config import ModelConfig
-from amalthea.model.moe import MoE, SwiGLU
-
-
-class BlockOutput(NamedTuple):
-    hidden: torch.Tensor
-    """[B, S, D]."""
-    counts: torch.Tensor
-    """Choices of each expert, int64 [E]; empty for a dense layer."""
-    router_losses: torch.Tensor
-    """Balance loss and z-loss summed over tokens, fp32 [2]."""
-    max_logits: torch.Tensor
-    """Largest attention logit of each head, fp32 [H]; empty where it is not tracked."""
-
-
-class Block(nn.Module):
-    """Pre-norm attention, then experts or, in the first layers by choice, a dense feed-forward."""
-
-    def __init__(self, config: ModelConfig, *, is_dense: bool) -> None:
-        super().__init__()
-        self.attn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.attn = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp: SwiGLU | None = None
-        self.moe: MoE | None = None
-        if is_dense:
-            assert config.dense_hidden_size is not None, "checked by ModelConfig"
-            self.mlp = SwiGLU(config.hidden_size, config.dense_hidden_size)
-        else:
-            self.moe = MoE(config.hidden_size, config.moe)
-
-    def forward(self, x: torch.Tensor, documents: Documents, rope: Rope) -> BlockOutput:
-        attended, max_logits = self.attn(self.attn_norm(x), documents, rope)
-        x = x + attended
-        normed = self.ffn_norm(x)
-        if self.mlp is not None:
-            counts = torch.empty(0, dtype=torch.int64, device=x.device)
-            losses = torch.zeros(2, dtype=torch.float32, device=x.device)
-            return BlockOutput(x + self.mlp(normed), counts, losses, max_logits)
-        assert self.moe is not None
-        out, counts, losses = self.moe(normed)
-        return BlockOutput(x + out, counts, losses, max_logits)
+from amalthea.model.moe import MoE
 
 
 class Head(nn.Module):
@@ -93,17 +55,20 @@ class Transformer(nn.Module):
     Build it under `torch.device("meta")`, place it, `to_empty`, then initialise (`model/init.py`).
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, blocks_per_group: int = 1) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.blocks_per_group = config, blocks_per_group
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rope = Rope(config)
-        self.blocks = nn.ModuleList(
-            Block(config, is_dense=layer < config.num_dense_layers) for layer in range(config.num_layers)
+        blocks = [Block(config, is_dense=layer < config.num_dense_layers) for layer in range(config.num_layers)]
+        self.groups = nn.ModuleList(
+            BlockGroup(blocks[first : first + blocks_per_group]) for first in range(0, len(blocks), blocks_per_group)
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head = Head(config)
         self._tie()
+        self.register_state_dict_post_hook(_rename_saved)
+        self.register_load_state_dict_pre_hook(_rename_loaded)
 
     def _tie(self) -> None:
         if self.config.tie_embeddings:
@@ -125,20 +90,57 @@ class Transformer(nn.Module):
         """Shapes: tokens and labels int64 [B, S]. See `ModelOutput` for what comes back."""
         hidden = self.embed(tokens)
         outputs = []
-        for block in self.blocks:
-            output = block(hidden, documents, self.rope)
-            hidden = output.hidden
-            outputs.append(output)
+        for group in self.groups:
+            outputs.append(group(hidden, documents, self.rope))
+            hidden = outputs[-1].hidden
+        layers = join_layers(outputs)
         result = self.head(self.norm(hidden), labels, per_token)
-        counts = [output.counts for output in outputs if output.counts.numel()]
-        no_counts = torch.empty(0, self.config.moe.num_experts, dtype=torch.int64, device=hidden.device)
-        return ModelOutput(
-            result,
-            torch.stack(counts) if counts else no_counts,
-            torch.stack([output.router_losses for output in outputs]).sum(dim=0),
-            torch.stack([output.max_logits for output in outputs]),
-        )
+        return ModelOutput(result, layers.counts, layers.router_losses, layers.max_logits)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All blocks in order, whatever their grouping."""
+        return [cast(Block, block) for group in self.groups for block in cast(BlockGroup, group).blocks]
 
     def moe_layers(self) -> list[MoE]:
         """The mixture-of-experts modules in order of layers, one for each row of `ModelOutput.counts`."""
-        return [block.moe for block in self.blocks if isinstance(block.moe, MoE)]  # type: ignore[union-attr]
+        return [block.moe for block in self.blocks if block.moe is not None]
+
+    # Names are `blocks.LAYER.…` however blocks are grouped: weights, seeds and checkpoints do not depend on it.
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield self._public_name(name), parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
+            yield self._public_name(name), buffer
+
+    def _public_name(self, name: str) -> str:
+        def flat(match: re.Match[str]) -> str:
+            return f"blocks.{int(match[1]) * self.blocks_per_group + int(match[2])}."
+
+        return re.sub(r"groups\.(\d+)\.blocks\.(\d+)\.", flat, name, count=1)
+
+    def _private_name(self, name: str) -> str:
+        def nested(match: re.Match[str]) -> str:
+            group, block = divmod(int(match[1]), self.blocks_per_group)
+            return f"groups.{group}.blocks.{block}."
+
+        return re.sub(r"(?<!\d\.)blocks\.(\d+)\.", nested, name, count=1)
+
+
+def _rename_saved(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
+    assert isinstance(module, Transformer)
+    for name in list(state):
+        state[module._public_name(name)] = state.pop(name)
+
+
+def _rename_loaded(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *rest: object) -> None:
+    assert isinstance(module, Transformer)
+    for name in list(state):
+        state[module._private_name(name)] = state.pop(name)

@@ -7,36 +7,27 @@ that reshard.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from amalthea.core.errors import PlacementError
 from amalthea.core.pieces import Piece, Pieces
 from amalthea.core.tensors import local_tensor
-from amalthea.flexshard.layout import Grid, Storage, StoredParameter
-from amalthea.flexshard.plan import plan_layout
+from amalthea.flexshard.layout import Grid, StoredParameter
+from amalthea.flexshard.plan import digest, plan_layout
+from amalthea.optim.assign import Assignment as Assignment
+from amalthea.optim.assign import OptimizerName, assign, stored_parameter
 from amalthea.optim.config import OptimConfig
 from amalthea.optim.dist_muon import DistMuon
-from amalthea.optim.newton_schulz import orthogonalize_flops
-
-OptimizerName = Literal["muon", "adamw"]
+from amalthea.optim.flops import orthogonalize_flops
 
 _BUCKET_ELEMENTS = 1 << 26
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """Which optimizer takes a parameter, and why."""
-
-    name: str
-    shape: tuple[int, ...]
-    optimizer: OptimizerName
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -54,33 +45,6 @@ class Place:
     replica_group: dist.ProcessGroup | None = None
     all_ranks: dist.ProcessGroup | None = None
     owning: bool = False
-
-
-def assign(name: str, shape: tuple[int, ...], config: OptimConfig) -> Assignment:
-    """Decides by name: routed experts, other hidden matrices, everything else (AdamW)."""
-    optimizer: OptimizerName = "adamw"
-    if ".experts." in name:
-        optimizer, reason = config.experts, "routed expert"
-    elif name.startswith(("embed.", "head.")):
-        reason = "embedding or head"
-    elif ".router." in name:
-        reason = "router"
-    elif len(shape) == 2:
-        optimizer, reason = config.matrices, "hidden matrix"
-    else:
-        reason = "vector"
-    return Assignment(name, tuple(shape), optimizer, reason)
-
-
-def stored_parameter(
-    name: str, shape: tuple[int, ...], config: OptimConfig, *, head_dim: int, experts_by_rows: bool
-) -> StoredParameter:
-    """How the planner sees a parameter that Muon takes."""
-    storage: Storage = "rows"
-    if len(shape) == 3:
-        storage = "expert_rows" if experts_by_rows else "experts"
-    is_projection = name.endswith((".wq.weight", ".wk.weight", ".wv.weight"))
-    return StoredParameter(name, tuple(shape), storage, head_dim if config.muon.per_head and is_projection else None)
 
 
 class Optimizers:
@@ -140,6 +104,26 @@ class Optimizers:
             shard_group=place.shard_group,
             replica_group=place.replica_group,
         )
+
+    def check_same_plan(self) -> None:
+        """Makes sure that all ranks made the same layout, since each runs its part of it without asking the others.
+
+        Raises PlacementError, on every rank alike, naming the ranks that differ from most. Communication: an all-gather
+        of one integer over all ranks, and a wait for it.
+        """
+        if self.muon is None or self.place.all_ranks is None:
+            return
+        mine = torch.tensor([digest(self.muon.layout)], device=self.muon.params[0].device)
+        gathered = mine.new_empty(dist.get_world_size(self.place.all_ranks))
+        dist.all_gather_single(gathered, mine, group=self.place.all_ranks)
+        digests: list[int] = gathered.tolist()
+        (most, _), *others = Counter(digests).most_common()
+        if others:
+            differing = [str(rank) for rank, found in enumerate(digests) if found != most]
+            raise PlacementError(
+                f"the plans of who orthogonalizes which matrix differ: rank {', '.join(differing)} planned otherwise than "
+                f"rank {digests.index(most)}; all ranks must run the same code with the same configuration"
+            )
 
     def _make_adamw_state(self, adamw: torch.optim.AdamW, names: list[str]) -> None:
         """Makes the state at once, in the parameter's placement, and gives AdamW its local part."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from amalthea.core.component import Component
 
@@ -40,6 +40,15 @@ class MuonConfig(Component):
     momentum_dtype: Literal["fp32", "bf16"] = "fp32"
     adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     """`match_rms_adamw` scales by 0.2·√max(rows, columns), so that AdamW's learning rates carry over."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.coefficients == "youj" and self.num_steps != 5:
+            raise ValueError(
+                f"coefficients is youj, which exists for five steps only, but num_steps is {self.num_steps}; "
+                "set num_steps=5 or take polar_express"
+            )
+        return self
 
 
 class ScheduleConfig(Component):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from amalthea.flexshard.layout import Layout
-from amalthea.flexshard.runtime import ReplicaExchange, Slab, UnitExchange, slabs_of
+from amalthea.flexshard.runtime import ReplicaExchange, Slab, UnitExchange, pack, slabs_of
 from amalthea.optim.config import MuonConfig
 from amalthea.optim.muon import update_scale
 from amalthea.optim.newton_schulz import orthogonalize
@@ -60,14 +60,12 @@ class DistMuon(torch.optim.Optimizer):
                 num_replicas=layout.grid.num_replicas,
                 group=replica_group,
             )
+        # What follows from the layout alone is made once: a step has hundreds of slabs.
+        self._views = [slab.view(self.params[slab.parameter].data) for slab in self.slabs]
+        self._local_batches = self._batch_local()
+        self._scales = [self._scale(slab) for slab in self.slabs]
         dtype = torch.float32 if config.momentum_dtype == "fp32" else torch.bfloat16
-        self.momenta = {
-            i: torch.zeros(self._view(i).shape, dtype=dtype, device=self._view(i).device) for i in self.mine
-        }
-
-    def _view(self, position: int) -> torch.Tensor:
-        slab = self.slabs[position]
-        return slab.view(self.params[slab.parameter].data)
+        self.momenta = {i: torch.zeros_like(self._views[i], dtype=dtype) for i in self.mine}
 
     def grad_views(self, positions: Sequence[int]) -> list[torch.Tensor]:
         """Gradients of slabs [E, R, C], sharing memory with `.grad`."""
@@ -95,19 +93,19 @@ class DistMuon(torch.optim.Optimizer):
         pending = None
         if self.exchange.num_routed:
             pending = self.exchange.launch_to_owners(self._directions(routed), device=device)
-        for batch in self._local_batches():
+        for batch in self._local_batches:
             self._take(updates, dict(zip(batch, self._orthogonalize(self._directions(batch)), strict=True)))
         if pending is not None:
             whole = self.exchange.finish_to_owners(pending)
             pending = self.exchange.launch_back(self._orthogonalize_units(whole), device=device)
-            shapes = [self._view(i).shape for i in routed]
+            shapes = [self._views[i].shape for i in routed]
             self._take(updates, dict(zip(routed, self.exchange.finish_back(pending, shapes), strict=True)))
         if self.replicas is not None:
-            for position, update in self.replicas.spread(updates, device=device):
-                self._apply(position, update)
+            for bucket in self.replicas.spread(updates, device=device):
+                self._apply(bucket)
 
     def _directions(self, positions: Sequence[int]) -> list[torch.Tensor]:
-        """Moves the momenta of slabs and returns what is to be orthogonalized, in bf16; gradients stay as they are."""
+        """Moves the momenta of slabs and returns what is to be orthogonalized, in fp32; gradients stay as they are."""
         if not positions:
             return []
         mix = self.config.momentum
@@ -117,15 +115,14 @@ class DistMuon(torch.optim.Optimizer):
         torch._foreach_lerp_(momenta, grads, 1 - mix)
         if self.config.momentum_dtype != "fp32":
             torch._foreach_copy_(stored, momenta)
-        directions = torch._foreach_lerp(grads, momenta, mix) if self.config.nesterov else momenta
-        return [direction.to(torch.bfloat16) for direction in directions]
+        return list(torch._foreach_lerp(grads, momenta, mix)) if self.config.nesterov else momenta
 
-    def _local_batches(self) -> list[list[int]]:
+    def _batch_local(self) -> list[list[int]]:
         """Local slabs of one shape, together about `_BATCH` matrices at a time."""
         by_shape: dict[torch.Size, list[int]] = defaultdict(list)
         for position in self.mine:
             if self.slabs[position].is_local:
-                by_shape[self._view(position).shape[1:]].append(position)
+                by_shape[self._views[position].shape[1:]].append(position)
         batches: list[list[int]] = []
         for positions in by_shape.values():
             size = 0
@@ -134,13 +131,13 @@ class DistMuon(torch.optim.Optimizer):
                     batches.append([])
                     size = 0
                 batches[-1].append(position)
-                size += self._view(position).shape[0]
+                size += self._views[position].shape[0]
         return batches
 
     def _orthogonalize(self, stacks: list[torch.Tensor]) -> list[torch.Tensor]:
         """Equal matrices in stacks [E, R, C] → their updates in the same stacks."""
         config = self.config
-        joined = stacks[0] if len(stacks) == 1 else torch.cat(stacks)
+        joined = pack(stacks, device=stacks[0].device).view(-1, *stacks[0].shape[1:])
         updates = orthogonalize(
             joined,
             num_steps=config.num_steps,
@@ -168,14 +165,23 @@ class DistMuon(torch.optim.Optimizer):
         if self.replicas is not None:
             updates.update(new)
             return
-        for position, update in new.items():
-            self._apply(position, update)
+        self._apply(new)
 
-    def _apply(self, position: int, update: torch.Tensor) -> None:
-        config, view = self.config, self._view(position)
-        parameter = self.layout.parameters[self.slabs[position].parameter]
-        rows = parameter.head_rows or parameter.rows
+    def _apply(self, updates: dict[int, torch.Tensor]) -> None:
+        """Decays the weights of slabs and moves them by their updates."""
         lr = self.param_groups[0]["lr"]
-        view.mul_(1 - lr * config.weight_decay)
-        scale = update_scale(rows, parameter.columns, adjust_lr=config.adjust_lr)
-        view.add_(update.view(view.shape), alpha=-lr * scale)
+        if updates:
+            torch._foreach_mul_([self._views[i] for i in updates], 1 - lr * self.config.weight_decay)
+        by_scale: dict[float, list[int]] = defaultdict(list)
+        for position in updates:
+            by_scale[self._scales[position]].append(position)
+        for scale, positions in by_scale.items():
+            views = [self._views[i] for i in positions]
+            shaped = [updates[i].view(view.shape) for i, view in zip(positions, views, strict=True)]
+            torch._foreach_add_(views, shaped, alpha=-lr * scale)
+
+    def _scale(self, slab: Slab) -> float:
+        """Factor on the learning rate, from the shape of the slab's whole units."""
+        parameter = self.layout.parameters[slab.parameter]
+        rows = parameter.head_rows or parameter.rows
+        return update_scale(rows, parameter.columns, adjust_lr=self.config.adjust_lr)

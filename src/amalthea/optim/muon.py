@@ -24,16 +24,18 @@ _BATCH = 8
 class Muon(torch.optim.Optimizer):
     """Momentum → Newton-Schulz → decoupled weight decay and update.
 
-    Parameters are [R, C] or [E, R, C]. State: `momentum`, fp32, made at once in the parameter's shape.
-    Communication: none. Source: Keller Jordan (2024); update scale of Moonshot (arXiv 2502.16982).
+    Parameters are [R, C] or [E, R, C]; a projection that is orthogonalized per head is given as its heads' stack.
+    State: `momentum`, in the configured dtype, made at once in the parameter's shape. Communication: none.
+    Source: Keller Jordan (2024); update scale of Moonshot (arXiv 2502.16982).
     """
 
     def __init__(self, params: Iterable[torch.Tensor], *, config: MuonConfig) -> None:
         super().__init__(params, {"lr": config.lr})
         self.config = config
+        dtype = torch.float32 if config.momentum_dtype == "fp32" else torch.bfloat16
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["momentum"] = torch.zeros_like(parameter, dtype=torch.float32)
+                self.state[parameter]["momentum"] = torch.zeros_like(parameter, dtype=dtype)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -49,16 +51,21 @@ class Muon(torch.optim.Optimizer):
         """Moves the momentum and returns what is to be orthogonalized; leaves gradients as they are."""
         if not parameters:
             return {}
-        momentum, mix = [self.state[p]["momentum"] for p in parameters], self.config.momentum
+        stored, mix = [self.state[p]["momentum"] for p in parameters], self.config.momentum
+        momentum = [tensor.float() for tensor in stored]  # the stored ones themselves where they are fp32
         grads = [p.grad.to(torch.float32) for p in parameters if p.grad is not None]
         torch._foreach_lerp_(momentum, grads, 1 - mix)
+        if self.config.momentum_dtype != "fp32":
+            torch._foreach_copy_(stored, momentum)
         nesterov = torch._foreach_lerp(grads, momentum, mix) if self.config.nesterov else momentum
         return dict(zip(parameters, nesterov, strict=True))
 
     def _update(self, batch: list[torch.Tensor], directions: list[torch.Tensor], *, lr: float) -> None:
         config = self.config
         stack = directions[0] if len(batch) == 1 else torch.stack(directions)
-        updates = orthogonalize(stack, num_steps=config.num_steps)
+        updates = orthogonalize(
+            stack, num_steps=config.num_steps, coefficients=config.coefficients, form=config.form
+        )
         scale = update_scale(batch[0].shape[-2], batch[0].shape[-1], adjust_lr=config.adjust_lr)
         for parameter, update in zip(batch, [updates] if len(batch) == 1 else updates.unbind(), strict=True):
             parameter.mul_(1 - lr * config.weight_decay)

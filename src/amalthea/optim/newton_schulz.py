@@ -15,6 +15,8 @@ from typing import Literal
 
 import torch
 
+from amalthea.optim.flops import orthogonalize_flops as orthogonalize_flops
+
 Coefficients = Literal["quintic", "polar_express", "youj"]
 Form = Literal["standard", "gram"]
 
@@ -58,12 +60,6 @@ def polynomials(coefficients: Coefficients, num_steps: int) -> tuple[tuple[float
     steps = (*_POLAR_EXPRESS, *(_POLAR_EXPRESS[-1],) * num_steps)[:num_steps]
     safety = _POLAR_EXPRESS_SAFETY
     return (*((a / safety, b / safety**3, c / safety**5) for a, b, c in steps[:-1]), steps[-1])
-
-
-def orthogonalize_flops(rows: int, columns: int, *, num_steps: int = 5) -> int:
-    """FLOP of one matrix in the standard form: 4·S²·L + 2·S³ each step, with sides S ≤ L."""
-    small, large = min(rows, columns), max(rows, columns)
-    return num_steps * (4 * small * small * large + 2 * small**3)
 
 
 def orthogonalize(

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 
 from amalthea.model.transformer import Transformer
+from amalthea.parallel.cut import experts_are_cut as experts_are_cut
 from amalthea.parallel.mesh import Mesh
-
-
-def experts_are_cut(mesh: Mesh, *, num_experts: int, sizes: tuple[int, ...]) -> bool:
-    """Whether FSDP must cut inside experts: more ranks hold a copy than it has experts, and the rows divide evenly.
-
-    Where they do not divide, experts stay whole and ranks that get none idle. `sizes` are the rows of the stacks.
-    """
-    return mesh.efsdp > num_experts // mesh.ep and all(size % mesh.efsdp == 0 for size in sizes)
 
 
 def apply_fsdp(
@@ -29,7 +25,7 @@ def apply_fsdp(
     reshard_after_forward: bool,
     reduce_over_replicas: bool,
 ) -> None:
-    """Wraps experts, blocks, embedding, head and the root, each one unit of gathering.
+    """Wraps groups of blocks, embedding, head and the root, each one unit of gathering.
 
     Routed experts are sharded over `efsdp`, everything else over `dp_shard`. With replicas, gradients are either
     all-reduced over them here (HSDP) or left as each replica's own sum, for the optimizer to reduce to owners.
@@ -41,33 +37,48 @@ def apply_fsdp(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=None, cast_forward_inputs=False
     )
 
-    def shard(module: nn.Module, axes: DeviceMesh, *, reshard: bool, dim: int = 0) -> None:
-        fully_shard(
-            module,
-            mesh=axes,
-            mp_policy=policy,
-            reshard_after_forward=reshard,
-            shard_placement_fn=lambda _: Shard(dim),
-        )
+    with_replicas = reduce_over_replicas and mesh.dp_replicate > 1
+    dense = _axes(mesh.dense, "dp_shard", with_replicas)
+    place = _expert_placement(model, mesh, with_replicas)
+
+    def shard(module: nn.Module, *, reshard: bool) -> None:
+        fully_shard(module, mesh=dense, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=place)
         assert isinstance(module, FSDPModule)
         # gloo knows no pre-multiplied sum, and a sum is what is meant.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
 
-    with_replicas = reduce_over_replicas and mesh.dp_replicate > 1
-    dense, experts = _axes(mesh.dense, "dp_shard", with_replicas), _axes(mesh.experts, "efsdp", with_replicas)
-    moe_config, hidden_size = model.config.moe, model.config.hidden_size
-    sizes = (moe_config.expert_hidden_size, hidden_size)
-    expert_dim = int(experts_are_cut(mesh, num_experts=moe_config.num_experts, sizes=sizes))
-    for moe in model.moe_layers():
-        shard(moe.experts, experts, reshard=reshard_after_forward, dim=expert_dim)
-    for block in model.blocks:
-        shard(block, dense, reshard=reshard_after_forward)
+    for group in model.groups:
+        shard(group, reshard=reshard_after_forward)
     if not model.config.tie_embeddings:
-        shard(model.embed, dense, reshard=reshard_after_forward)
+        shard(model.embed, reshard=reshard_after_forward)
         # The head's gradients come right after its forward: keep it.
-        shard(model.head, dense, reshard=False)
-    shard(model, dense, reshard=False)
+        shard(model.head, reshard=False)
+    shard(model, reshard=False)
+
+
+def _expert_placement(
+    model: Transformer, mesh: Mesh, with_replicas: bool
+) -> Callable[[nn.Parameter], Shard | ShardPlacementResult | None]:
+    """Routed experts go over `efsdp` instead of `dp_shard`, in the same unit as the rest of their group.
+
+    One unit is what lets several passes, and several blocks, share one gather; experts as a unit of their own would be
+    gathered by each call.
+    """
+    config = model.config
+    sizes = (config.moe.expert_hidden_size, config.hidden_size)
+    shard = Shard(int(experts_are_cut(mesh, num_experts=config.moe.num_experts, sizes=sizes)))
+    experts = {id(p) for moe in model.moe_layers() for p in moe.experts.parameters()}
+    placement: Shard | ShardPlacementResult = shard
+    if mesh.ep > 1:
+        view = _axes(mesh.experts, "efsdp", with_replicas)
+        info = (
+            HSDPMeshInfo(mesh=view, shard_mesh_dim=1, replicate_mesh_dim=0)
+            if with_replicas
+            else FSDPMeshInfo(mesh=view, shard_mesh_dim=0)
+        )
+        placement = ShardPlacementResult(shard, info)
+    return lambda parameter: placement if id(parameter) in experts else None
 
 
 def _axes(view: DeviceMesh, shard_axis: str, with_replicas: bool) -> DeviceMesh:

@@ -20,8 +20,7 @@ def europa_1t() -> RunConfig:
     them: GQA with 48 query and 16 KV heads of 128, one shared expert, vocabulary 262,144, untied.
 
     Our choice: rope_theta, learning rates, schedule, number of steps, one sequence per GPU and step, and the
-    expert-parallel degree 4, the GPUs of a node. Until sharded dense matrices can be orthogonalised, it trains
-    with `optim.matrices=adamw`.
+    expert-parallel degree 4, the GPUs of a node.
     """
     vocab_size, seq_len = 262_144, 65_536
     num_replicas, gpus_per_replica = 4, 384

@@ -13,8 +13,9 @@ from amalthea.config.run import RunConfig
 from amalthea.core.world import World
 from amalthea.flexshard.layout import Grid
 from amalthea.memory.recompute import apply_recompute
+from amalthea.model.blocks import BlockGroup
 from amalthea.model.init import initialize
-from amalthea.model.transformer import Block, Transformer
+from amalthea.model.transformer import Transformer
 from amalthea.optim.build import Optimizers, Place
 from amalthea.parallel.experts import apply_expert_parallel
 from amalthea.parallel.fsdp import apply_fsdp, experts_are_cut
@@ -51,14 +52,17 @@ class Run:
 def build(config: RunConfig, resolved: ResolvedRun, world: World) -> Run:
     """Builds the run on this rank; every rank calls it together, with a default process group.
 
-    Communication: process groups of the mesh. Memory: this rank's parameters and optimizer state.
+    Communication: process groups of the mesh, and a comparison of plans. Memory: this rank's parameters and optimizer
+    state. Raises PlacementError where ranks planned differently.
     """
     mesh = build_mesh(world, dp_replicate=resolved.dp_replicate, dp_shard=resolved.dp_shard, ep=resolved.ep)
 
     with torch.device("meta"):
-        model = Transformer(config.model)
+        model = Transformer(config.model, blocks_per_group=config.memory.blocks_per_group)
     for block in model.blocks:
-        cast(Block, block).attn.track_max_logits = config.optim.qk_clip is not None
+        block.attn.track_max_logits = config.optim.qk_clip is not None
+    for group in model.groups:
+        cast(BlockGroup, group).sequences_per_pass = resolved.microbatch_sequences
     if resolved.ep > 1:
         apply_expert_parallel(model, mesh.experts["ep"])
     if config.memory.recompute == "block":
@@ -77,6 +81,7 @@ def build(config: RunConfig, resolved: ResolvedRun, world: World) -> Run:
     model.to_empty(device=world.torch_device)
     initialize(model, seed=config.seed, part_of=local_part)
     optimizers = build_optimizers(config, mesh, model)
+    optimizers.check_same_plan()
     return Run(config, resolved, world, mesh, model, optimizers)
 
 

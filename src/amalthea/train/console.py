@@ -37,6 +37,8 @@ class Display(Protocol):
 
     def progress(self, text: str) -> None: ...
 
+    def note(self, text: str) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -107,6 +109,9 @@ class PlainDisplay:
         if text:
             self._print(text)
 
+    def note(self, text: str) -> None:
+        self._print(text)
+
     def close(self) -> None:
         pass
 
@@ -140,6 +145,9 @@ class LiveDisplay:
     def progress(self, text: str) -> None:
         self._phase = text
         self._draw(now=True)
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         if self._live.is_started:

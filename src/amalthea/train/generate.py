@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from amalthea.checkpoint import store
+from amalthea.checkpoint.folder import first_damage
 from amalthea.config.run import RunConfig
 from amalthea.core.errors import CheckpointError, ConfigError
 from amalthea.data.tokenizer import Tokenizer
@@ -55,7 +56,10 @@ def load_model(config: RunConfig, checkpoint: Path) -> Transformer:
 
 
 def find_checkpoint(run_dir: Path, *, step: int | None = None) -> Path:
-    """The newest whole checkpoint of a run, or that of `step`. Raises CheckpointError naming those there are."""
+    """The newest whole checkpoint of a run, or that of `step`.
+
+    Raises CheckpointError: there is none, or none of `step` (naming those there are), or that one is damaged.
+    """
     if step is None:
         found = store.find_newest(run_dir)
         if found.path is None:
@@ -65,6 +69,8 @@ def find_checkpoint(run_dir: Path, *, step: int | None = None) -> Path:
     if not path.is_dir():
         there = sorted(p.name for p in path.parent.glob("step_*")) or ["none"]
         raise CheckpointError(f"{run_dir} has no checkpoint of step {step}; there are: {', '.join(there)}")
+    if damage := first_damage(path):
+        raise CheckpointError(f"{path} is not whole: {damage}; leave the step out to take the newest whole one")
     return path
 
 

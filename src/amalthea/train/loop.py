@@ -67,8 +67,10 @@ def train(
     ) as recorder:
         for path, reason in start.skipped:
             recorder.event("checkpoint_skipped", path=str(path), reason=reason)
+            recorder.note(f"skipped {path.name}: {reason}")
         if start.checkpoint is not None:
             recorder.event("resumed", step=start.step, path=str(start.checkpoint))
+            recorder.note(_resumed(start.step, of=config.train.steps))
         story = _Story(run, data, held_out, recorder, run_dir, prepared)
         return story.tell(start, stop_requested)
 
@@ -81,10 +83,18 @@ class _Start:
 
 
 def _resume(run: Run, run_dir: Path) -> _Start:
-    """Loads the newest whole checkpoint in place, if there is one and the configuration allows it."""
+    """Loads the newest whole checkpoint in place, if there is one and the configuration allows it.
+
+    Raises CheckpointError where none of several is whole: to start over would throw the work away in silence.
+    """
     found = store.find_newest(run_dir)
     skipped = tuple((s.path, s.reason) for s in found.skipped)
     if found.path is None:
+        if damaged := [f"{path.name} ({reason})" for path, reason in skipped if path.suffix != ".tmp"]:
+            raise CheckpointError(
+                f"{run_dir / 'checkpoints'} has no whole checkpoint to go on from: {', '.join(damaged)}; bring one "
+                "back, or delete them to train from the beginning, or name another --run-dir"
+            )
         return _Start(0, None, skipped)
     if run.config.checkpoint.resume == "never":
         raise CheckpointError(
@@ -93,6 +103,12 @@ def _resume(run: Run, run_dir: Path) -> _Start:
         )
     progress = store.load(found.path, run.named_tensors())
     return _Start(int(progress["step"]), found.path, skipped)
+
+
+def _resumed(step: int, *, of: int) -> str:
+    if step < of:
+        return f"resumed after step {step}"
+    return f"nothing to do: {step} steps are done; set train.steps higher than {step} to go on"
 
 
 class _Story:
@@ -149,7 +165,7 @@ class _Story:
         """This rank's rows of the global batch, whose order does not depend on the number of ranks."""
         resolved = self.run.resolved
         first = self.run.mesh.data_rank * resolved.sequences_per_rank
-        size = resolved.microbatch_sequences
+        size = resolved.gather_sequences
         return [
             self.data.batch(step, range(first + i * size, first + (i + 1) * size))
             for i in range(resolved.accumulation_steps)

@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -168,6 +169,11 @@ class Recorder:
         if self._active:
             self._display.progress(text)
 
+    def note(self, text: str) -> None:
+        """Shows a line that stays, such as `resumed after step 200`."""
+        if self._active:
+            self._display.note(text)
+
     def close(self) -> None:
         """Ends the display and the trackers; calling it again does nothing."""
         if self._closed:
@@ -188,7 +194,9 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # An error is told as it is: on a full disk, closing would raise another one in its place.
+        with suppress(TrainingError) if error else nullcontext():
+            self.close()
 
     def _open_files(self, resumed_step: int) -> Kept:
         metrics, events = self.run_dir / METRICS_FILE, self.run_dir / EVENTS_FILE

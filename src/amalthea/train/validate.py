@@ -40,28 +40,27 @@ def validate(
     start = perf_counter()
     items = [(language, row) for language in held_out.languages for row in range(held_out.num_sequences(language))]
     share = items[run.mesh.data_rank :: run.mesh.data_ranks]
-    # Every rank must run as many forward passes as the busiest one, since their collectives meet.
+    # Every rank must run as many passes over as many rows as the busiest one, since their collectives meet.
     most = -(-len(items) // run.mesh.data_ranks)
-    size = run.resolved.microbatch_sequences
+    size = run.resolved.gather_sequences
     index = {language: i for i, language in enumerate(held_out.languages)}
     sums = torch.zeros(4, len(index), dtype=torch.float64, device=run.device)
     token_bytes = token_bytes.to(run.device)
     for begin in range(0, most, size):
         progress(f"validating {min(begin + size, most)}/{most}")
         part = share[begin : begin + size]
-        batch = _join([held_out.batch(language, range(row, row + 1)) for language, row in part] or None, held_out)
+        padded = part + items[:1] * (min(size, most - begin) - len(part))
+        batch = _join([held_out.batch(language, range(row, row + 1)) for language, row in padded])
         losses = forward(run, batch, per_token=True).result.double()
         if part:
             rows = torch.tensor([index[language] for language, _ in part], device=run.device)
-            sums.index_add_(1, rows, _score(losses, batch.labels.to(run.device), token_bytes))
+            scores = _score(losses, batch.labels.to(run.device), token_bytes)
+            sums.index_add_(1, rows, scores[:, : len(part)])
     dist.all_reduce(sums)
     return _record(held_out.languages, sums.tolist(), step=step, seconds=perf_counter() - start)
 
 
-def _join(batches: list[Batch] | None, held_out: HeldOut) -> Batch:
-    """One batch of all rows; a rank that has none left runs somebody's first row, which it does not count."""
-    if batches is None:
-        return held_out.batch(held_out.languages[0], range(1))
+def _join(batches: list[Batch]) -> Batch:
     return Batch(
         tokens=torch.cat([b.tokens for b in batches]),
         labels=torch.cat([b.labels for b in batches]),

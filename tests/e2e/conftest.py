@@ -1,0 +1,41 @@
+"""What the end-to-end tests share: one corpus, one cache, and runs that nothing happened to, each made once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ranks import run_ranks
+from support.runs import Places, WholeRun, make_corpus, run_config, run_inside
+
+@pytest.fixture(scope="session")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    folder = tmp_path_factory.mktemp("e2e")
+    return Places(make_corpus(folder / "corpus"), folder / "cache")
+
+
+@pytest.fixture(autouse=True)
+def _cache_of_tests(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here reads or fills the user's own cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(places.cache))
+
+
+@pytest.fixture(scope="session")
+def whole_run(places: Places, tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
+    """`whole_run(ranks, **overrides)`: the folder of such a run, uninterrupted. Copy it before changing anything."""
+    made: dict[tuple[object, ...], Path] = {}
+
+    def make(ranks: int = 1, **overrides: Any) -> Path:
+        key = (ranks, *sorted(overrides.items()))
+        if key not in made:
+            run_dir = tmp_path_factory.mktemp("whole") / "run"
+            log = run_dir.with_name("drawn.log")
+            codes = run_ranks(
+                ranks, run_inside, run_config(places.corpus, **overrides), run_dir, places.cache, None, 0, log
+            )
+            assert codes == [0] * ranks
+            made[key] = run_dir
+        return made[key]
+
+    return make

@@ -1,0 +1,71 @@
+"""The command itself, as processes: killed, interrupted and told to leave, alone and under torchrun."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from support.runs import (
+    BLOW_AFTER,
+    SAVE_EVERY,
+    Places,
+    WholeRun,
+    amalthea,
+    checkpoint_steps,
+    curve,
+    events,
+    final_state,
+    other_bits,
+    rows,
+    run_config,
+    write_recipe,
+)
+
+
+def test_killed_then_interrupted_then_finished_is_the_uninterrupted_run(
+    places: Places, whole_run: WholeRun, tmp_path: Path
+) -> None:
+    recipe, run_dir = write_recipe(tmp_path, run_config(places.corpus)), tmp_path / "run"
+    hit = recipe.replace(":plain", ":hit")
+
+    killed = amalthea("train", hit, "--run-dir", run_dir, cache=places.cache, blow=f"SIGKILL {BLOW_AFTER} 0")
+    assert killed.returncode == -signal.SIGKILL
+    assert list(rows(run_dir, "train")) == list(range(1, BLOW_AFTER + 1))
+    assert checkpoint_steps(run_dir) == [SAVE_EVERY]
+
+    # Ctrl-C after step 6 lets step 7 end and saves it.
+    interrupted = amalthea("train", hit, "--run-dir", run_dir, cache=places.cache, blow="SIGINT 6 0")
+    assert (interrupted.returncode, interrupted.stderr) == (130, "")
+    assert f"resumed after step {SAVE_EVERY}" in interrupted.stdout
+    assert f"the same command with --run-dir {run_dir}" in interrupted.stdout
+    assert checkpoint_steps(run_dir) == [3, 6, 7]
+    stopped = events(run_dir, "stopped")
+    assert [(event["step"], event["reason"]) for event in stopped] == [(7, "interrupt")]
+
+    finished = amalthea("train", recipe, "--run-dir", run_dir, cache=places.cache)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert [event["step"] for event in events(run_dir, "resumed")] == [SAVE_EVERY, 7]
+    assert curve(run_dir) == curve(whole_run(1))
+    assert other_bits(final_state(run_dir), final_state(whole_run(1))) == []
+
+
+@pytest.mark.case(8)
+def test_torchrun_with_a_signal_to_one_rank_saves_the_same_step_everywhere(
+    places: Places, whole_run: WholeRun, tmp_path: Path
+) -> None:
+    recipe, run_dir = write_recipe(tmp_path, run_config(places.corpus)), tmp_path / "run"
+    hit = recipe.replace(":plain", ":hit")
+
+    told = amalthea("train", hit, "--run-dir", run_dir, cache=places.cache, ranks=4, blow="SIGTERM 4 2")
+    assert "exitcode  : 75" in told.stderr, "torchrun tells the ranks' exit code and has one of its own"
+    assert "error:" not in told.stdout + told.stderr
+    assert checkpoint_steps(run_dir) == [3, 5]
+    assert [(event["step"], event["reason"]) for event in events(run_dir, "stopped")] == [(5, "requeue")]
+
+    finished = amalthea("train", recipe, "--run-dir", run_dir, cache=places.cache, ranks=4)
+    assert finished.returncode == 0, finished.stderr
+    assert len(re.findall("run finished", finished.stdout)) == 1
+    assert curve(run_dir) == curve(whole_run(4))
+    assert other_bits(final_state(run_dir), final_state(whole_run(4))) == []

@@ -1,0 +1,68 @@
+"""Every memory lever leaves the run as it was: the same losses, norms, counts and weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from support.tiny import Curve, run_steps, tiny_config
+
+STEPS = 3
+LAYERS = 6
+
+LEVERS: dict[str, dict[str, Any]] = {
+    "recompute": {"memory__recompute": "block"},
+    "groups of 2": {"memory__blocks_per_group": 2},
+    "recompute every 2": {"memory__recompute": "block", "memory__blocks_per_group": 2},
+    "recompute every 3": {"memory__recompute": "block", "memory__blocks_per_group": 3},
+    "recompute every 4, the last group short": {"memory__recompute": "block", "memory__blocks_per_group": 4},
+}
+BREADTH: dict[str, dict[str, Any]] = {
+    "2 passes a gather": {"memory__sequences_per_gather": 2},
+    "2 passes, recompute": {"memory__sequences_per_gather": 2, "memory__recompute": "block"},
+    "2 passes, recompute every 2": {
+        "memory__sequences_per_gather": 2,
+        "memory__recompute": "block",
+        "memory__blocks_per_group": 2,
+    },
+}
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 rank": (1, {}),
+    "2 ranks": (2, {}),
+    "4 ranks": (4, {}),
+    "ep2-fsdp2": (4, {"parallel__ep": 2}),
+    "hsdp-ep2": (4, {"parallel__dp_replicate": 2, "parallel__ep": 2}),
+}
+
+
+def curve(mesh: str, **overrides: Any) -> Curve:
+    num_ranks, parallel = MESHES[mesh]
+    config = tiny_config(model__num_layers=LAYERS, train__microbatch_sequences=1, **parallel, **overrides)
+    return run_ranks(num_ranks, run_steps, config, STEPS)[0]
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Curve]:
+    return {mesh: curve(mesh) for mesh in MESHES}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("lever", LEVERS)
+def test_bit_for_bit(plain: dict[str, Curve], mesh: str, lever: str) -> None:
+    found, expected = curve(mesh, **LEVERS[lever]), plain[mesh]
+    assert found.losses == expected.losses
+    assert found.counts == expected.counts
+    assert [n for n in expected.parameters if not torch.equal(found.parameters[n], expected.parameters[n])] == []
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("lever", BREADTH)
+def test_breadth_first(plain: dict[str, Curve], mesh: str, lever: str) -> None:
+    found, expected = curve(mesh, **BREADTH[lever]), plain[mesh]
+    assert found.losses == pytest.approx(expected.losses, abs=1e-6)
+    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)
+    assert found.counts == expected.counts
+    for name, value in expected.parameters.items():
+        torch.testing.assert_close(found.parameters[name], value, rtol=1e-5, atol=1e-6)
