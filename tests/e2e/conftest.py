@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +43,38 @@ def whole_run(places: Places, tmp_path_factory: pytest.TempPathFactory) -> Whole
         return made[key]
 
     return make
+
+
+@contextmanager
+def mounted(folder: Path, options: str) -> Iterator[Path]:
+    """A file system of its own in memory; needs root."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("mounting a file system needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """`small_disk(size_bytes)`: an empty disk of that size."""
+    with ExitStack() as stack:
+        yield lambda size_bytes: stack.enter_context(mounted(tmp_path / "disk", f"size={size_bytes}"))
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A folder that nobody can write: root is stopped by nothing less than the file system."""
+    if os.geteuid() == 0:
+        with mounted(tmp_path / "read_only", "ro,size=64k") as folder:
+            yield folder
+        return
+    folder = tmp_path / "read_only"
+    folder.mkdir(mode=0o500)
+    yield folder
+    folder.chmod(0o700)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from pathlib import Path
 
 import pytest
+from support.ranks import run_ranks
 from support.runs import (
     BLOW_AFTER,
     SAVE_EVERY,
@@ -20,6 +20,7 @@ from support.runs import (
     other_bits,
     rows,
     run_config,
+    run_inside,
     write_recipe,
 )
 
@@ -27,8 +28,8 @@ from support.runs import (
 def test_killed_then_interrupted_then_finished_is_the_uninterrupted_run(
     places: Places, whole_run: WholeRun, tmp_path: Path
 ) -> None:
-    recipe, run_dir = write_recipe(tmp_path, run_config(places.corpus)), tmp_path / "run"
-    hit = recipe.replace(":plain", ":hit")
+    config, run_dir = run_config(places.corpus), tmp_path / "run"
+    hit = write_recipe(tmp_path, config).replace(":plain", ":hit")
 
     killed = amalthea("train", hit, "--run-dir", run_dir, cache=places.cache, blow=f"SIGKILL {BLOW_AFTER} 0")
     assert killed.returncode == -signal.SIGKILL
@@ -44,8 +45,7 @@ def test_killed_then_interrupted_then_finished_is_the_uninterrupted_run(
     stopped = events(run_dir, "stopped")
     assert [(event["step"], event["reason"]) for event in stopped] == [(7, "interrupt")]
 
-    finished = amalthea("train", recipe, "--run-dir", run_dir, cache=places.cache)
-    assert (finished.returncode, finished.stderr) == (0, "")
+    assert run_ranks(1, run_inside, config, run_dir, places.cache) == [0]
     assert [event["step"] for event in events(run_dir, "resumed")] == [SAVE_EVERY, 7]
     assert curve(run_dir) == curve(whole_run(1))
     assert other_bits(final_state(run_dir), final_state(whole_run(1))) == []
@@ -55,8 +55,8 @@ def test_killed_then_interrupted_then_finished_is_the_uninterrupted_run(
 def test_torchrun_with_a_signal_to_one_rank_saves_the_same_step_everywhere(
     places: Places, whole_run: WholeRun, tmp_path: Path
 ) -> None:
-    recipe, run_dir = write_recipe(tmp_path, run_config(places.corpus)), tmp_path / "run"
-    hit = recipe.replace(":plain", ":hit")
+    config, run_dir = run_config(places.corpus), tmp_path / "run"
+    hit = write_recipe(tmp_path, config).replace(":plain", ":hit")
 
     told = amalthea("train", hit, "--run-dir", run_dir, cache=places.cache, ranks=4, blow="SIGTERM 4 2")
     assert "exitcode  : 75" in told.stderr, "torchrun tells the ranks' exit code and has one of its own"
@@ -64,8 +64,6 @@ def test_torchrun_with_a_signal_to_one_rank_saves_the_same_step_everywhere(
     assert checkpoint_steps(run_dir) == [3, 5]
     assert [(event["step"], event["reason"]) for event in events(run_dir, "stopped")] == [(5, "requeue")]
 
-    finished = amalthea("train", recipe, "--run-dir", run_dir, cache=places.cache, ranks=4)
-    assert finished.returncode == 0, finished.stderr
-    assert len(re.findall("run finished", finished.stdout)) == 1
+    assert run_ranks(4, run_inside, config, run_dir, places.cache) == [0] * 4
     assert curve(run_dir) == curve(whole_run(4))
     assert other_bits(final_state(run_dir), final_state(whole_run(4))) == []

@@ -6,6 +6,7 @@ Shape legend: B sequences, S tokens per sequence, H query heads, G key/value hea
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -27,8 +28,9 @@ def inputs(batch: int, seq_len: int, *, kv_heads: int = KV_HEADS, seed: int = 0)
     return [1.5 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple) -> torch.Tensor:
+def reference(tensors: list[torch.Tensor], lengths: tuple[tuple[int, ...], ...]) -> torch.Tensor:
     """One query and one head at a time, over the keys of its document up to itself."""
+    query, key, value = tensors
     group = query.shape[2] // key.shape[2]
     rows = []
     for b, row_lengths in enumerate(lengths):
@@ -65,7 +67,7 @@ def test_output_and_gradients_equal_a_loop(path: str, kv_heads: int, dtype: torc
     lengths = ((SEQ_LEN,), (SEQ_LEN,)) if path == "whole" else PACKED
     tensors = inputs(2, SEQ_LEN, kv_heads=kv_heads)
     upstream = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    expected = with_gradients(lambda t: reference(*t, lengths), tensors, upstream)
+    expected = with_gradients(lambda t: reference(t, lengths), tensors, upstream)
     documents = Documents.of(lengths, SEQ_LEN)
     got = with_gradients(lambda t: run(path, t, documents), [t.to(dtype) for t in tensors], upstream)
     for name, left, right in zip(("out", "query", "key", "value"), got, expected, strict=True):
@@ -81,7 +83,7 @@ def test_bf16_is_as_good_as_its_rounding(path: str) -> None:
     tensors = [tensor.bfloat16() for tensor in inputs(2, SEQ_LEN)]
     out = run(path, tensors, Documents.of(lengths, SEQ_LEN))
     assert out.dtype == torch.bfloat16
-    exact = reference(*(tensor.double() for tensor in tensors), lengths)
+    exact = reference([tensor.double() for tensor in tensors], lengths)
     torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
 
 
@@ -118,7 +120,7 @@ def test_a_later_token_changes_nothing_before_it(path: str) -> None:
 @settings(max_examples=25, deadline=None)
 def test_every_packing_is_the_same_on_every_path(cuts: set[int], seed: int) -> None:
     edges = [0, *sorted(cuts), 21]
-    lengths = (tuple(b - a for a, b in zip(edges, edges[1:], strict=False)), (21,))
+    lengths = (tuple(b - a for a, b in pairwise(edges)), (21,))
     tensors = inputs(2, 21, seed=seed)
     twin = run("twin", tensors, Documents.of(lengths, 21))
     torch.testing.assert_close(run("masked", tensors, Documents.of(lengths, 21)), twin, rtol=1e-12, atol=1e-12)
@@ -147,5 +149,5 @@ def test_documents_say_where_they_lie() -> None:
 
 @pytest.mark.parametrize("lengths", [(3, 2), (4, 1, -1), (4, 0), ()], ids=["sum", "negative", "zero", "none"])
 def test_lengths_that_do_not_fill_a_sequence_are_refused_by_row(lengths: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="sequence 1 are .* must be positive and sum to seq_len 4"):
+    with pytest.raises(ValueError, match=r"sequence 1 are .* must be positive and sum to seq_len 4"):
         Documents.of(((4,), lengths), 4)

@@ -17,11 +17,30 @@ LEVERS: dict[str, dict[str, Any]] = {
     "groups of 2": {"memory__blocks_per_group": 2},
     "recompute every 2": {"memory__recompute": "block", "memory__blocks_per_group": 2},
     "recompute every 3": {"memory__recompute": "block", "memory__blocks_per_group": 3},
+    "offload": {"memory__recompute": "block", "memory__offload": True},
+    "offload every 2": {"memory__recompute": "block", "memory__offload": True, "memory__blocks_per_group": 2},
+    "offload what 2 slots hold": {
+        "memory__recompute": "block",
+        "memory__offload": True,
+        "memory__offload_budget_gib": 2.1 * 32 * 32 * 4 / 2**30,
+    },
+    "unshard_async_op": {"memory__unshard_async_op": True},
+    "all": {
+        "memory__recompute": "block",
+        "memory__offload": True,
+        "memory__blocks_per_group": 2,
+        "memory__unshard_async_op": True,
+    },
     "recompute every 4, the last group short": {"memory__recompute": "block", "memory__blocks_per_group": 4},
 }
 BREADTH: dict[str, dict[str, Any]] = {
     "2 passes a gather": {"memory__sequences_per_gather": 2},
     "2 passes, recompute": {"memory__sequences_per_gather": 2, "memory__recompute": "block"},
+    "2 passes, offload": {
+        "memory__sequences_per_gather": 2,
+        "memory__recompute": "block",
+        "memory__offload": True,
+    },
     "2 passes, recompute every 2": {
         "memory__sequences_per_gather": 2,
         "memory__recompute": "block",

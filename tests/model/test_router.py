@@ -19,7 +19,8 @@ B, S, D, E, K = 3, 7, 10, 6, 2
 
 def make_router(*, seed: int = 0, **changes: Any) -> tuple[Router, torch.Tensor]:
     """A router and input [B, S, D] in float64."""
-    config = MoEConfig(**({"num_experts": E, "top_k": K, "expert_hidden_size": 4} | changes))
+    values: dict[str, Any] = {"num_experts": E, "top_k": K, "expert_hidden_size": 4}
+    config = MoEConfig(**(values | changes))
     generator = torch.Generator().manual_seed(seed)
     router = Router(D, config)
     router.weight = torch.nn.Parameter(torch.randn(E, D, generator=generator, dtype=torch.float64) / 2)
@@ -96,7 +97,7 @@ def balance_loss(router: Router, x: torch.Tensor, alpha: float) -> torch.Tensor:
 def z_loss(router: Router, x: torch.Tensor, coef: float) -> torch.Tensor:
     """ST-MoE (arXiv 2202.08906) equation 5, times its tokens."""
     logits = x.flatten(0, 1) @ router.weight.T
-    return coef * sum(torch.log(sum(torch.exp(value) for value in token)) ** 2 for token in logits)
+    return coef * torch.stack([torch.log(torch.exp(token).sum()) ** 2 for token in logits]).sum()
 
 
 @pytest.mark.parametrize("bias", [0.0, 0.4])

@@ -46,7 +46,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
 
 
 @given(config=configs(), batch=st.integers(1, 3))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_any_small_model_has_finite_gradients_for_every_parameter(config: ModelConfig, batch: int) -> None:
     model = small_model(config)
     tokens, documents, labels = small_batch(config, batch=batch)

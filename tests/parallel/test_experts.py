@@ -122,7 +122,8 @@ def send_twice(world: World) -> bool:
         part.zero_grad()
         out, _, _ = part(x)
         out.square().sum().backward()
-        passes.append([out.detach(), *(p.grad.clone() for p in part.parameters())])
+        passes.append([out.detach(), *(p.grad for p in part.parameters() if p.grad is not None)])
+        assert len(passes[-1]) == 5
     return all(torch.equal(a, b) for a, b in zip(*passes, strict=True))
 
 

@@ -26,6 +26,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 # Experts that weigh: without this they are a hundredth of the tiny model's norm, and nobody would miss them.
 HEAVY: dict[str, Any] = {
+    "model__num_layers": 1,
     "train__max_grad_norm": None,
     "model__moe__route_scale": 8.0,
     "model__moe__num_shared_experts": 0,

@@ -203,7 +203,7 @@ def amalthea(
         environment["BLOW"] = blow
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *torchrun, "-m", "amalthea", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=290)
 
 
 # What runs leave

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from support.ranks import run_ranks
 from support.tiny import SEQ_LEN, SEQUENCES, Curve, microbatches, run_steps, tiny_batch, tiny_config, whole_state
+from torch.distributed.tensor import DTensor
 
 from amalthea.config.check import resolve
 from amalthea.config.run import RunConfig
@@ -58,7 +59,7 @@ def report_step(world: World, config: RunConfig) -> Report:
     for name, parameter in run.model.named_parameters():
         grad = parameter.grad
         assert grad is not None, name
-        grads[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        grads[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
     return Report(result, grads, whole_state(run))
 
 
@@ -227,7 +228,7 @@ def saved_activations(world: World, recompute: str) -> int:
     documents = Documents(batch.document_lengths, SEQ_LEN)
     hidden = run.model.embed(batch.tokens).detach().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = run.model.blocks[0](hidden, documents, run.model.rope)
+        output = run.model.groups[0](hidden, documents, run.model.rope)
     assert output.hidden.shape == hidden.shape
     return sum(kept.values())
 

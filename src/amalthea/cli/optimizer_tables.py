@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from amalthea.cli.console import table
-from amalthea.core.units import format_bytes, format_count, format_duration
+from amalthea.core.units import format_bytes, format_count, format_duration, format_si
 
 if TYPE_CHECKING:
     from amalthea.plan.optimizer_published import Published
@@ -50,9 +50,7 @@ def _plan(plan: OptimizerPlan) -> Table:
     made = _facts(f"optimizer step of {plan.num_gpus:,} GPUs")
     replicas = {"owning": "each unit has one owning replica", "repeated": "all repeat the work", "one": ""}
     made.add_row("replicas", f"{grid.num_replicas:,}", replicas[figures["replicas"]])
-    made.add_row(
-        "ranks of each", f"{grid.num_ranks:,}", f"ep {grid.ep} × efsdp {grid.efsdp}; {plan.num_experts} experts"
-    )
+    made.add_row("ranks of each", f"{grid.num_ranks:,}", f"ep {grid.ep} × efsdp {grid.efsdp}")
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in figures["units_by_kind"].items() if count)
     made.add_row("experts stored", plan.experts, plan.storage)
     made.add_row("units", f"{figures['units']:,}", kinds)
@@ -60,8 +58,8 @@ def _plan(plan: OptimizerPlan) -> Table:
     made.add_row("  routed", f"{figures['units_routed']:,}", "travel to their owner and back")
     made.add_row("owners", f"{figures['owners']:,}", "ranks with units of their own")
     made.add_row("imbalance", f"{figures['imbalance']:.3f}", "busiest over max(mean, largest unit)")
-    busiest, mean = (format_count(figures["flops"][of]) for of in ("busiest", "mean"))
-    made.add_row("FLOP per rank", busiest, f"busiest; mean {mean}")
+    busiest, mean = (format_si(figures["flops"][of], "FLOP") for of in ("busiest", "mean"))
+    made.add_row("Newton-Schulz", busiest, f"busiest; mean {mean}")
     made.add_row("sent per rank", format_bytes(figures["bytes_sent"]), _mean(figures, "bytes_sent"))
     _add_bytes(made, figures["bytes_sent_by_part"])
     by_kind = ", ".join(f"{number} {kind}" for kind, number in figures["collectives_by_kind"].items() if number)
@@ -130,7 +128,9 @@ def _words(name: str) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    """Milliseconds below a second, so that a short part is not rounded away."""
+    """Three digits at least, so that a short part is not rounded away."""
+    if seconds < 0.001:
+        return f"{seconds * 1e6:.1f} µs"
     if seconds < 1:
         return f"{seconds * 1000:.1f} ms"
     return f"{seconds:.2f} s" if seconds < 60 else format_duration(seconds)

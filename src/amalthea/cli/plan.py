@@ -72,10 +72,10 @@ def plan_command(
     config = load(recipe, [*(overrides or []), *([f"parallel.ep={ep}"] if ep else [])])
     counted = account(config.model, seq_len=config.data.seq_len, document_len=document_tokens, optim=config.optim)
     document: dict[str, Any] = {"recipe": config.recipe, "seq_len": config.data.seq_len, "model": counted.to_json()}
-    tables = [_parameters(counted), _flops(counted), _state(counted)]
     if optimizer:
-        document["optimizer"], more = _optimizer(config, gpus, cluster or DEFAULT_CLUSTER, picture)
-        tables += more
+        document["optimizer"], tables = _optimizer(config, gpus, cluster or DEFAULT_CLUSTER, picture)
+    else:
+        tables = [_parameters(counted), _flops(counted), _state(counted)]
     if json:
         print_json(document)
         return
@@ -100,12 +100,11 @@ def _optimizer(
     """The JSON and the tables of the optimizer step; draws the picture too."""
     from amalthea.cli.optimizer_tables import optimizer_tables
     from amalthea.plan.clusters import get_cluster
-
-    cluster = get_cluster(cluster_name)  # before torch is imported, so that a typing error shows at once
     from amalthea.plan.optimizer_published import published_estimates
     from amalthea.plan.optimizer_step import default_gpus, plan_optimizer_step
     from amalthea.plan.optimizer_time import estimate_step
 
+    cluster = get_cluster(cluster_name)
     plan = plan_optimizer_step(config, num_gpus=gpus or default_gpus(config))
     estimate, published = estimate_step(plan, config, cluster), published_estimates(config.model)
     document = {**plan.to_json(), **estimate.to_json(), "published": [figure.to_json() for figure in published]}

@@ -13,6 +13,14 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def format_si(value: float, unit: str) -> str:
+    """`27.1e12, "FLOP"` → `27.1 TFLOP`; powers of a thousand, as rates and links are given."""
+    for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.1f} {prefix}{unit}"
+    return f"{value:.0f} {unit}"
+
+
 def format_bytes(num_bytes: float) -> str:
     """`1536` → `1.5 KiB`; powers of 1024."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):

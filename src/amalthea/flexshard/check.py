@@ -47,9 +47,13 @@ def _check_units(layout: Layout) -> None:
         raise PlacementError(f"{len(layout.units)} units have {len(layout.owners)} owners")
     seen: dict[tuple[int, int], int] = defaultdict(int)
     for unit in layout.units:
-        key = (unit.parameter, unit.expert)
-        if unit.start != seen[key]:
-            raise PlacementError(f"{layout.parameters[unit.parameter].name}: rows {seen[key]}-{unit.start} in no unit")
+        parameter, key = layout.parameters[unit.parameter], (unit.parameter, unit.expert)
+        if not (0 <= unit.expert < parameter.num_experts and 0 <= unit.start < unit.stop <= parameter.rows):
+            raise PlacementError(f"{parameter.name}: {unit} is not inside {parameter.shape}")
+        if unit.start > seen[key]:
+            raise PlacementError(f"{parameter.name}: rows {seen[key]}-{unit.start} in no unit")
+        if unit.start < seen[key]:
+            raise PlacementError(f"{parameter.name}: row {unit.start} is in two units")
         seen[key] = unit.stop
     for number, parameter in enumerate(layout.parameters):
         for expert in range(parameter.num_experts):

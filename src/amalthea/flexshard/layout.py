@@ -143,24 +143,39 @@ class StoredParameter:
     def pieces(self, grid: Grid, unit: Unit) -> list[Piece]:
         """Who holds which rows of `unit` (numbered inside the matrix), in order of rows; never an empty piece."""
         if self.storage == "experts":
-            return [Piece(self._rank_of_expert(grid, unit.expert), unit.start, unit.stop)]
+            return [Piece(_ranks_of_experts(self.num_experts, grid)[unit.expert], unit.start, unit.stop)]
         if self.storage == "rows":
             return list(_row_pieces(self.rows, grid.num_ranks, unit.start, unit.stop, first_rank=0, stride=1))
         ep = unit.expert // -(-self.num_experts // grid.ep)
         return list(_row_pieces(self.rows, grid.efsdp, unit.start, unit.stop, first_rank=ep, stride=grid.ep))
 
-    def _rank_of_expert(self, grid: Grid, expert: int) -> int:
-        per_ep = -(-self.num_experts // grid.ep)
-        ep, inside = divmod(expert, per_ep)
-        first, last = chunk_range(self.num_experts, grid.ep, ep)
-        return inside // -(-(last - first) // grid.efsdp) * grid.ep + ep
+    def whole_holder(self, grid: Grid, unit: Unit) -> int | None:
+        """The rank that holds all of `unit`, if one does: `pieces` without the pieces."""
+        if self.storage == "experts":
+            return _ranks_of_experts(self.num_experts, grid)[unit.expert]
+        size = -(-self.rows // (grid.num_ranks if self.storage == "rows" else grid.efsdp))
+        if unit.start // size != (unit.stop - 1) // size:
+            return None
+        return self.pieces(grid, unit)[0].rank
+
+
+@lru_cache(maxsize=64)
+def _ranks_of_experts(num_experts: int, grid: Grid) -> tuple[int, ...]:
+    """The rank that holds each whole expert: split over `ep`, then over `efsdp`."""
+    holders = [0] * num_experts
+    for rank in range(grid.num_ranks):
+        efsdp, ep = divmod(rank, grid.ep)
+        first, last = chunk_range(num_experts, grid.ep, ep)
+        start, stop = chunk_range(last - first, grid.efsdp, efsdp)
+        holders[first + start : first + stop] = [rank] * (stop - start)
+    return tuple(holders)
 
 
 @lru_cache(maxsize=1024)
 def _row_pieces(rows: int, splits: int, start: int, stop: int, *, first_rank: int, stride: int) -> tuple[Piece, ...]:
     """Pieces of rows `start` to `stop` of a matrix of `rows` that is split over every `stride`-th rank.
 
-    Cached: a large model asks for the same few shapes thousands of times.
+    Cached, like `_ranks_of_experts`: a large model asks for the same few shapes thousands of times.
     """
     size = -(-rows // splits)
     return tuple(

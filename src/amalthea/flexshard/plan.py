@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from amalthea.flexshard.layout import Grid, Layout, Owner, StoredParameter, Unit
+from amalthea.flexshard.layout import Grid, Layout, Owner, StoredParameter
 
 UnitCost = Callable[[int, int], float]
 """FLOP of orthogonalizing a matrix of (rows, columns)."""
@@ -29,18 +29,19 @@ def plan_layout(parameters: Sequence[StoredParameter], grid: Grid, *, cost: Unit
 @lru_cache(maxsize=32)
 def _plan(parameters: tuple[StoredParameter, ...], grid: Grid, cost: UnitCost) -> Layout:
     units = [unit for number, parameter in enumerate(parameters) for unit in parameter.units(number)]
-    prices = {shape: cost(*shape) for shape in {_shape(parameters, unit) for unit in units}}
-    costs = [prices[_shape(parameters, unit)] for unit in units]
-    holders = [_whole_holder(parameters[unit.parameter], grid, unit) for unit in units]
+    prices = [cost(parameter.head_rows or parameter.rows, parameter.columns) for parameter in parameters]
+    costs = [prices[unit.parameter] for unit in units]
+    holders = [parameters[unit.parameter].whole_holder(grid, unit) for unit in units]
     longest_first = sorted(range(len(units)), key=lambda index: (-costs[index], index))
 
     loads = [[0.0] * grid.num_ranks for _ in range(grid.num_replicas)]
-    owners: list[Owner] = [Owner(0, 0)] * len(units)
+    places = [[Owner(replica, rank) for rank in range(grid.num_ranks)] for replica in range(grid.num_replicas)]
+    owners: list[Owner] = [places[0][0]] * len(units)
 
     def give(index: int, rank: int) -> None:
         replica = min(range(grid.num_replicas), key=lambda r: (loads[r][rank], (r + index) % grid.num_replicas))
         loads[replica][rank] += costs[index]
-        owners[index] = Owner(replica, rank)
+        owners[index] = places[replica][rank]
 
     columns = [0.0] * grid.num_ranks
     for index, holder in enumerate(holders):
@@ -71,17 +72,3 @@ def digest(layout: Layout) -> int:
     """63 bits that differ between different layouts; ranks compare it before the first step."""
     content = repr((layout.grid, layout.parameters, layout.units, layout.owners))
     return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "big") >> 1
-
-
-def _shape(parameters: tuple[StoredParameter, ...], unit: Unit) -> tuple[int, int]:
-    return unit.stop - unit.start, parameters[unit.parameter].columns
-
-
-def _whole_holder(parameter: StoredParameter, grid: Grid, unit: Unit) -> int | None:
-    """The rank that holds all of `unit`, if one does."""
-    if parameter.storage != "experts":
-        splits = grid.num_ranks if parameter.storage == "rows" else grid.efsdp
-        size = -(-parameter.rows // splits)
-        if unit.start // size != (unit.stop - 1) // size:
-            return None
-    return parameter.pieces(grid, unit)[0].rank

@@ -13,12 +13,15 @@ Shape legend: E experts, R rows, C columns of a slab; M equal matrices.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from amalthea.core.scratch import Scratch
 from amalthea.flexshard.buckets import BUCKET_ELEMENTS, buckets
 from amalthea.flexshard.layout import Layout, Owner, Piece
 
@@ -93,6 +96,16 @@ def _merge_last(slabs: list[Slab]) -> None:
         ]
 
 
+class _Arrival(NamedTuple):
+    """A piece of an owned unit: elements from `start` of stack number `stack`, received from `sender`."""
+
+    sender: int
+    unit: int
+    stack: int
+    start: int
+    size: int
+
+
 @dataclass(frozen=True)
 class _Route:
     """A routed unit: its shape, its owner's rank and its pieces."""
@@ -109,34 +122,40 @@ class UnitExchange:
     """Brings one replica's routed units to their owners and the results back.
 
     Communication, over `group` (the replica's ranks): one uneven bf16 all-to-all each way, whose sizes all follow from
-    the layout; none where nothing is routed, which is the same on every rank. Memory: this rank's routed slabs and its
-    owned routed units, in bf16.
+    the layout; none where nothing is routed, which is the same on every rank. Memory: twice this rank's routed slabs and
+    three times its owned routed units, in bf16, from `scratch`; a buffer is used again in the next step.
     """
 
     def __init__(
-        self, layout: Layout, slabs: Sequence[Slab], *, replica: int, rank: int, group: dist.ProcessGroup | None
+        self,
+        layout: Layout,
+        slabs: Sequence[Slab],
+        *,
+        replica: int,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        scratch: Scratch | None = None,
     ) -> None:
         self.rank, self.group = rank, group
+        self._scratch = scratch or Scratch(torch.device("cpu"))
         routes = [
             _route(layout, index)
             for index, owner in enumerate(layout.owners)
             if owner.replica == replica and not layout.is_local(index)
         ]
         self.num_routed = len(routes)
-        self._owned = [route for route in routes if route.owner_rank == rank]
         # What this rank sends to an owner lies in order of units, and what it receives, by sender and then unit.
         by_unit = {slab.units[0]: position for position, slab in enumerate(slabs) if not slab.is_local}
         sent = sorted((route for route in routes if route.index in by_unit), key=lambda route: route.owner_rank)
         self._send_order = [by_unit[route.index] for route in sent]
+        owned = [route for route in routes if route.owner_rank == rank]
+        self._stacks, self._arrivals = _arrivals(owned)
         num_ranks = layout.grid.num_ranks
         self._send_sizes, self._receive_sizes = [0] * num_ranks, [0] * num_ranks
         for route in sent:
             self._send_sizes[route.owner_rank] += _elements(route, rank)
-        for route in self._owned:
-            for piece in route.pieces:
-                self._receive_sizes[piece.rank] += (piece.stop - piece.start) * route.columns
-        arrivals = [(number, route, piece) for number, route in enumerate(self._owned) for piece in route.pieces]
-        self._arrivals = sorted(arrivals, key=lambda arrival: (arrival[2].rank, arrival[0]))
+        for arrival in self._arrivals:
+            self._receive_sizes[arrival.sender] += arrival.size
 
     @property
     def send_order(self) -> list[int]:
@@ -150,36 +169,40 @@ class UnitExchange:
         back = sum(size for peer, size in enumerate(self._receive_sizes) if peer != self.rank)
         return 2 * (out + back)
 
-    def launch_to_owners(self, pieces: Sequence[torch.Tensor], *, device: torch.device) -> _Pending:
-        """Sends `pieces` (one per `send_order`, any float dtype) as bf16."""
-        return self._exchange(pack(pieces, device=device), self._send_sizes, self._receive_sizes)
+    def launch_to_owners(self, pieces: torch.Tensor) -> _Pending:
+        """Sends the routed slabs: `pieces` holds them one after the other, in `send_order`, flat and in bf16."""
+        return self._exchange(pieces, self._send_sizes, self._receive_sizes, name="received")
 
     def finish_to_owners(self, pending: _Pending) -> list[torch.Tensor]:
-        """Waits, and returns the owned units, each [R, C] in bf16."""
+        """Waits, and returns the owned units in bf16, equal ones as one stack [M, R, C]."""
         received = pending.wait()
-        parts = received.split([(piece.stop - piece.start) * route.columns for _, route, piece in self._arrivals])
-        of_unit: list[list[torch.Tensor]] = [[] for _ in self._owned]
-        for (number, route, _), part in zip(self._arrivals, parts, strict=True):
-            of_unit[number].append(part.view(-1, route.columns))
-        # Senders come in rank order, which is the order of a unit's rows.
-        return [torch.cat(pieces) for pieces in of_unit]
+        stacks = [self._scratch.take(f"stack {number}", *shape) for number, shape in enumerate(self._stacks)]
+        if stacks:
+            parts = received.split([arrival.size for arrival in self._arrivals])
+            torch._foreach_copy_(self._parts(stacks), list(parts))
+        return stacks
 
-    def launch_back(self, results: Sequence[torch.Tensor], *, device: torch.device) -> _Pending:
-        """Sends each owned unit's rows [R, C] back to where they are stored."""
-        pieces = [
-            results[number][piece.start - route.start : piece.stop - route.start]
-            for number, route, piece in self._arrivals
-        ]
-        return self._exchange(pack(pieces, device=device), self._receive_sizes, self._send_sizes)
+    def launch_back(self, results: Sequence[torch.Tensor]) -> _Pending:
+        """Sends the rows of owned units, in the stacks that came, back to where they are stored."""
+        sizes = [arrival.size for arrival in self._arrivals]
+        packed = self._scratch.take("sent back", sum(sizes))
+        if sizes:
+            torch._foreach_copy_(list(packed.split(sizes)), self._parts(results))
+        return self._exchange(packed, self._receive_sizes, self._send_sizes, name="received back")
 
-    def finish_back(self, pending: _Pending, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-        """Waits, and returns the results of the routed slabs, in `send_order`, in the slabs' shapes."""
-        received = pending.wait()
-        sizes = [shape.numel() for shape in shapes]
-        return [part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
+    def _parts(self, stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Views of the pieces in `stacks`, in the order of the received buffer."""
+        flat = [stack.view(-1) for stack in stacks]
+        return [flat[a.stack][a.start : a.start + a.size] for a in self._arrivals]
 
-    def _exchange(self, send: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]) -> _Pending:
-        received = send.new_empty(sum(receive_sizes))
+    def finish_back(self, pending: _Pending) -> torch.Tensor:
+        """Waits, and returns the results of the routed slabs one after the other, in `send_order`."""
+        return pending.wait()
+
+    def _exchange(
+        self, send: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], *, name: str
+    ) -> _Pending:
+        received = self._scratch.take(name, sum(receive_sizes))
         work = dist.all_to_all_single(received, send, receive_sizes, send_sizes, group=self.group, async_op=True)
         return _Pending(received, work, send)
 
@@ -282,15 +305,25 @@ def _route(layout: Layout, index: int) -> _Route:
     return _Route(index, unit.stop - unit.start, columns, layout.owners[index].rank, unit.start, pieces)
 
 
+def _arrivals(owned: Sequence[_Route]) -> tuple[list[tuple[int, int, int]], list[_Arrival]]:
+    """Shapes of the stacks of equal units, and what each sender's pieces fill of them, in the order received."""
+    by_shape: dict[tuple[int, int], list[_Route]] = defaultdict(list)
+    for route in owned:
+        by_shape[route.rows, route.columns].append(route)
+    arrivals = [
+        _Arrival(
+            sender=piece.rank,
+            unit=route.index,
+            stack=stack,
+            start=(place * rows + piece.start - route.start) * columns,
+            size=(piece.stop - piece.start) * columns,
+        )
+        for stack, ((rows, columns), routes) in enumerate(by_shape.items())
+        for place, route in enumerate(routes)
+        for piece in route.pieces
+    ]
+    return [(len(routes), *shape) for shape, routes in by_shape.items()], sorted(arrivals)
+
+
 def _elements(route: _Route, rank: int) -> int:
     return sum((piece.stop - piece.start) * route.columns for piece in route.pieces if piece.rank == rank)
-
-
-def pack(pieces: Sequence[torch.Tensor], *, device: torch.device) -> torch.Tensor:
-    """All elements of contiguous `pieces` (any float dtypes), one after the other, in bf16; one fused copy on CUDA."""
-    flat = [piece.reshape(-1) for piece in pieces]
-    sizes = [piece.numel() for piece in flat]
-    packed = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device)
-    if flat:
-        torch._foreach_copy_(packed.split(sizes), flat)
-    return packed

@@ -118,6 +118,7 @@ def _run(
     with listen() as stop:
         result = train(config, resolved, world, prepared, run_dir=folder, stop_requested=stop.reason)
 
-    if finish is not None and world.is_main:
-        finish(folder)
+    if finish is not None:
+        # Every rank stays until then: launchers end rank 0 when another one has left with a code that is not 0.
+        on_main_rank(lambda: finish(folder), world=world)
     return exit_code(result.stopped)

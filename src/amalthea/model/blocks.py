@@ -17,18 +17,23 @@ from amalthea.model.config import ModelConfig
 from amalthea.model.moe import MoE, SwiGLU
 
 
-class BlockOutput(NamedTuple):
-    """What one block, or a group of them, returns. Counts and maxima are values, never side effects: running a block
-    twice cannot count twice."""
+class LayerFigures(NamedTuple):
+    """What layers tell about themselves, as values and never as side effects: running one twice cannot count twice."""
 
-    hidden: torch.Tensor
-    """[B, S, D]."""
     counts: torch.Tensor
     """Choices of each expert in each MoE layer, int64 [MoE layers, E]."""
     router_losses: torch.Tensor
     """Balance loss and z-loss summed over tokens and layers, fp32 [2]."""
     max_logits: torch.Tensor
     """Largest attention logit of each head, fp32 [L, H]; [L, 0] where it is not tracked."""
+
+
+class BlockOutput(NamedTuple):
+    """Of one block, or of several. Whoever collects figures must let `hidden` go."""
+
+    hidden: torch.Tensor
+    """[B, S, D]."""
+    figures: LayerFigures
 
 
 class Block(nn.Module):
@@ -55,10 +60,10 @@ class Block(nn.Module):
         if self.mlp is not None:
             counts = torch.empty(0, self.num_experts, dtype=torch.int64, device=x.device)
             losses = torch.zeros(2, dtype=torch.float32, device=x.device)
-            return BlockOutput(x + self.mlp(normed), counts, losses, max_logits[None])
+            return BlockOutput(x + self.mlp(normed), LayerFigures(counts, losses, max_logits[None]))
         assert self.moe is not None
         out, counts, losses = self.moe(normed)
-        return BlockOutput(x + out, counts[None], losses, max_logits[None])
+        return BlockOutput(x + out, LayerFigures(counts[None], losses, max_logits[None]))
 
 
 GroupRunner = Callable[[torch.Tensor, Documents, Rope], BlockOutput]
@@ -85,28 +90,31 @@ class BlockGroup(nn.Module):
             return self.runner(hidden, documents, rope)
         parts = zip(hidden.split(size), documents.split(size), strict=True)
         outputs = [self.runner(part, part_documents, rope) for part, part_documents in parts]
-        max_logits = torch.stack([output.max_logits for output in outputs])
-        return BlockOutput(
-            torch.cat([output.hidden for output in outputs]),
-            torch.stack([output.counts for output in outputs]).sum(dim=0),
-            torch.stack([output.router_losses for output in outputs]).sum(dim=0),
-            max_logits.amax(dim=0) if max_logits.numel() else max_logits[0],
-        )
+        return BlockOutput(torch.cat([output.hidden for output in outputs]), _add_passes([o.figures for o in outputs]))
 
     def run(self, hidden: torch.Tensor, documents: Documents, rope: Rope) -> BlockOutput:
         """All blocks on one pass's sequences."""
-        outputs = []
+        figures = []
         for block in self.blocks:
-            outputs.append(block(hidden, documents, rope))
-            hidden = outputs[-1].hidden
-        return join_layers(outputs)
+            hidden, block_figures = block(hidden, documents, rope)
+            figures.append(block_figures)
+        return BlockOutput(hidden, join_layers(figures))
 
 
-def join_layers(outputs: list[BlockOutput]) -> BlockOutput:
-    """Outputs of consecutive layers as one: the last hidden, the rest layer by layer."""
-    return BlockOutput(
-        outputs[-1].hidden,
-        torch.cat([output.counts for output in outputs]),
-        torch.stack([output.router_losses for output in outputs]).sum(dim=0),
-        torch.cat([output.max_logits for output in outputs]),
+def join_layers(figures: list[LayerFigures]) -> LayerFigures:
+    """Figures of consecutive layers as one."""
+    return LayerFigures(
+        torch.cat([layer.counts for layer in figures]),
+        torch.stack([layer.router_losses for layer in figures]).sum(dim=0),
+        torch.cat([layer.max_logits for layer in figures]),
+    )
+
+
+def _add_passes(figures: list[LayerFigures]) -> LayerFigures:
+    """Figures of the same layers over several passes."""
+    max_logits = torch.stack([one.max_logits for one in figures])
+    return LayerFigures(
+        torch.stack([one.counts for one in figures]).sum(dim=0),
+        torch.stack([one.router_losses for one in figures]).sum(dim=0),
+        max_logits.amax(dim=0) if max_logits.numel() else max_logits[0],
     )

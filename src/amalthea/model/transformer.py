@@ -89,13 +89,12 @@ class Transformer(nn.Module):
     ) -> ModelOutput:
         """Shapes: tokens and labels int64 [B, S]. See `ModelOutput` for what comes back."""
         hidden = self.embed(tokens)
-        outputs = []
+        figures = []
         for group in self.groups:
-            outputs.append(group(hidden, documents, self.rope))
-            hidden = outputs[-1].hidden
-        layers = join_layers(outputs)
+            hidden, group_figures = group(hidden, documents, self.rope)
+            figures.append(group_figures)
         result = self.head(self.norm(hidden), labels, per_token)
-        return ModelOutput(result, layers.counts, layers.router_losses, layers.max_logits)
+        return ModelOutput(result, *join_layers(figures))
 
     @property
     def blocks(self) -> list[Block]:

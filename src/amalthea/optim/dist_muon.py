@@ -10,19 +10,26 @@ Shape legend: E experts, R rows, C columns of a slab; M equal matrices.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
+from amalthea.core.scratch import Scratch
+from amalthea.flexshard.buckets import buckets
 from amalthea.flexshard.layout import Layout
-from amalthea.flexshard.runtime import ReplicaExchange, Slab, UnitExchange, pack, slabs_of
+from amalthea.flexshard.runtime import ReplicaExchange, Slab, UnitExchange, slabs_of
 from amalthea.optim.config import MuonConfig
 from amalthea.optim.muon import update_scale
 from amalthea.optim.newton_schulz import orthogonalize
 
-_BATCH = 8
-"""Equal matrices orthogonalized together; 4 to 8 fill an H100-class GPU, more gain nothing."""
+_BATCH_ELEMENTS = {"cpu": 1 << 20}
+"""Of equal matrices orthogonalized together, by device: on a CPU what its cache holds of them, their Gram matrices and
+the next iterate; on a GPU 4 to 8 of a large model's matrices fill it, and more gain nothing."""
+_BATCH_ELEMENTS_ELSEWHERE = 1 << 26
+
+_BLOCK_ELEMENTS = 1 << 16
+"""Of a CPU's element-wise passes: the second pass over a block finds it in the cache."""
 
 
 class DistMuon(torch.optim.Optimizer):
@@ -49,7 +56,10 @@ class DistMuon(torch.optim.Optimizer):
         self.config, self.layout, self.params = config, layout, list(params)
         self.slabs = slabs_of(layout, rank=rank)
         self.mine = [i for i, slab in enumerate(self.slabs) if slab.owner.replica == replica]
-        self.exchange = UnitExchange(layout, self.slabs, replica=replica, rank=rank, group=shard_group)
+        self._scratch = Scratch(self.params[0].device)
+        self.exchange = UnitExchange(
+            layout, self.slabs, replica=replica, rank=rank, group=shard_group, scratch=self._scratch
+        )
         self.replicas: ReplicaExchange | None = None
         if layout.grid.num_replicas > 1:
             assert replica_group is not None
@@ -62,6 +72,7 @@ class DistMuon(torch.optim.Optimizer):
             )
         # What follows from the layout alone is made once: a step has hundreds of slabs.
         self._views = [slab.view(self.params[slab.parameter].data) for slab in self.slabs]
+        self._max_elements = _BATCH_ELEMENTS.get(self.params[0].device.type, _BATCH_ELEMENTS_ELSEWHERE)
         self._local_batches = self._batch_local()
         self._scales = [self._scale(slab) for slab in self.slabs]
         dtype = torch.float32 if config.momentum_dtype == "fp32" else torch.bfloat16
@@ -86,102 +97,106 @@ class DistMuon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         assert closure is None
-        device = self.params[0].device
         routed = self.exchange.send_order
         updates: dict[int, torch.Tensor] = {}
 
         pending = None
         if self.exchange.num_routed:
-            pending = self.exchange.launch_to_owners(self._directions(routed), device=device)
-        for batch in self._local_batches:
-            self._take(updates, dict(zip(batch, self._orthogonalize(self._directions(batch)), strict=True)))
+            pending = self.exchange.launch_to_owners(self._directions(routed, name="sent"))
+        for number, batch in enumerate(self._local_batches):
+            # Updates for other replicas are kept until all are there, else a batch is done with before the next.
+            name = f"batch {number}" if self.replicas is not None else "batch"
+            matrices = self._directions(batch, name=name).view(-1, *self._views[batch[0]].shape[1:])
+            self._orthogonalize(matrices)
+            self._take(updates, batch, matrices)
         if pending is not None:
             whole = self.exchange.finish_to_owners(pending)
-            pending = self.exchange.launch_back(self._orthogonalize_units(whole), device=device)
-            shapes = [self._views[i].shape for i in routed]
-            self._take(updates, dict(zip(routed, self.exchange.finish_back(pending, shapes), strict=True)))
+            for stack in whole:
+                self._orthogonalize(stack)
+            self._take(updates, routed, self.exchange.finish_back(self.exchange.launch_back(whole)))
         if self.replicas is not None:
-            for bucket in self.replicas.spread(updates, device=device):
+            for bucket in self.replicas.spread(updates, device=self.params[0].device):
                 self._apply(bucket)
 
-    def _directions(self, positions: Sequence[int]) -> list[torch.Tensor]:
-        """Moves the momenta of slabs and returns what is to be orthogonalized, in fp32; gradients stay as they are."""
-        if not positions:
-            return []
-        mix = self.config.momentum
-        grads = [grad.float() for grad in self.grad_views(positions)]
-        stored = [self.momenta[i] for i in positions]
-        momenta = [momentum.float() for momentum in stored]  # the stored ones themselves where they are fp32
-        torch._foreach_lerp_(momenta, grads, 1 - mix)
-        if self.config.momentum_dtype != "fp32":
-            torch._foreach_copy_(stored, momenta)
-        return list(torch._foreach_lerp(grads, momenta, mix)) if self.config.nesterov else momenta
+    def _directions(self, positions: Sequence[int], *, name: str) -> torch.Tensor:
+        """Moves the momenta of slabs and returns what is to be orthogonalized, slab after slab, flat and in bf16.
+
+        Gradients stay as they are. The result is the scratch buffer `name`.
+        """
+        mix, nesterov = self.config.momentum, self.config.nesterov
+        momenta = [self.momenta[i].view(-1) for i in positions]
+        sizes = [momentum.numel() for momentum in momenta]
+        packed = self._scratch.take(name, sum(sizes))
+        gradients = [grad.reshape(-1) for grad in self.grad_views(positions)]
+        for grads, stored, directions in _in_cache(gradients, momenta, packed.split(sizes)):
+            grads, moved = [g.float() for g in grads], [m.float() for m in stored]  # themselves where they are fp32
+            torch._foreach_lerp_(moved, grads, 1 - mix)
+            if self.config.momentum_dtype != "fp32":
+                torch._foreach_copy_(stored, moved)
+            torch._foreach_copy_(directions, torch._foreach_lerp(grads, moved, mix) if nesterov else moved)
+        return packed
 
     def _batch_local(self) -> list[list[int]]:
-        """Local slabs of one shape, together about `_BATCH` matrices at a time."""
+        """Local slabs of one shape, together about `_max_elements` at a time."""
         by_shape: dict[torch.Size, list[int]] = defaultdict(list)
         for position in self.mine:
             if self.slabs[position].is_local:
                 by_shape[self._views[position].shape[1:]].append(position)
-        batches: list[list[int]] = []
-        for positions in by_shape.values():
-            size = 0
-            for position in positions:
-                if size == 0 or size >= _BATCH:
-                    batches.append([])
-                    size = 0
-                batches[-1].append(position)
-                size += self._views[position].shape[0]
-        return batches
+        return [
+            [positions[i] for i in bucket]
+            for positions in by_shape.values()
+            for bucket in buckets([self._views[i].numel() for i in positions], self._max_elements)
+        ]
 
-    def _orthogonalize(self, stacks: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Equal matrices in stacks [E, R, C] → their updates in the same stacks."""
-        config = self.config
-        joined = pack(stacks, device=stacks[0].device).view(-1, *stacks[0].shape[1:])
-        updates = orthogonalize(
-            joined,
-            num_steps=config.num_steps,
-            coefficients=config.coefficients,
-            form=config.form,
-            max_elements=_BATCH * joined[0].numel(),
+    def _orthogonalize(self, matrices: torch.Tensor) -> None:
+        """In place."""
+        orthogonalize(
+            matrices,
+            num_steps=self.config.num_steps,
+            coefficients=self.config.coefficients,
+            form=self.config.form,
+            max_elements=self._max_elements,
+            out=matrices,
+            scratch=self._scratch,
         )
-        return list(updates.split([len(stack) for stack in stacks]))
 
-    def _orthogonalize_units(self, units: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Whole matrices of any shapes, equal ones together, in the order given."""
-        by_shape: dict[torch.Size, list[int]] = defaultdict(list)
-        for number, unit in enumerate(units):
-            by_shape[unit.shape].append(number)
-        results: dict[int, torch.Tensor] = {}
-        for numbers in by_shape.values():
-            for start in range(0, len(numbers), _BATCH):
-                batch = numbers[start : start + _BATCH]
-                updates = self._orthogonalize([units[number][None] for number in batch])
-                results |= {number: update[0] for number, update in zip(batch, updates, strict=True)}
-        return [results[number] for number in range(len(units))]
-
-    def _take(self, updates: dict[int, torch.Tensor], new: dict[int, torch.Tensor]) -> None:
-        """Keeps updates for the other replicas, or applies them where there are none."""
+    def _take(self, updates: dict[int, torch.Tensor], positions: Sequence[int], new: torch.Tensor) -> None:
+        """Keeps the updates of slabs, given one after the other, for the other replicas; without any, applies them."""
+        sizes = [self._views[i].numel() for i in positions]
+        found = dict(zip(positions, new.view(-1).split(sizes), strict=True))
         if self.replicas is not None:
-            updates.update(new)
-            return
-        self._apply(new)
+            updates.update(found)
+        else:
+            self._apply(found)
 
     def _apply(self, updates: dict[int, torch.Tensor]) -> None:
-        """Decays the weights of slabs and moves them by their updates."""
+        """Decays the weights of slabs and moves them by their updates, which are flat."""
         lr = self.param_groups[0]["lr"]
-        if updates:
-            torch._foreach_mul_([self._views[i] for i in updates], 1 - lr * self.config.weight_decay)
         by_scale: dict[float, list[int]] = defaultdict(list)
         for position in updates:
             by_scale[self._scales[position]].append(position)
         for scale, positions in by_scale.items():
-            views = [self._views[i] for i in positions]
-            shaped = [updates[i].view(view.shape) for i, view in zip(positions, views, strict=True)]
-            torch._foreach_add_(views, shaped, alpha=-lr * scale)
+            flat = [self._views[i].view(-1) for i in positions]
+            for weights, moves in _in_cache(flat, [updates[i] for i in positions]):
+                torch._foreach_mul_(weights, 1 - lr * self.config.weight_decay)
+                # One dtype: only then is the sum one fused kernel.
+                same = [move.to(weight.dtype) for move, weight in zip(moves, weights, strict=True)]
+                torch._foreach_add_(weights, same, alpha=-lr * scale)
 
     def _scale(self, slab: Slab) -> float:
         """Factor on the learning rate, from the shape of the slab's whole units."""
         parameter = self.layout.parameters[slab.parameter]
         rows = parameter.head_rows or parameter.rows
         return update_scale(rows, parameter.columns, adjust_lr=self.config.adjust_lr)
+
+
+def _in_cache(*lists: Sequence[torch.Tensor]) -> Iterator[list[list[torch.Tensor]]]:
+    """Cuts lists of flat tensors alike: on a CPU into a block of each at a time, elsewhere not at all."""
+    if not lists[0]:
+        return
+    if lists[0][0].device.type != "cpu":
+        yield [list(tensors) for tensors in lists]
+        return
+    for tensors in zip(*lists, strict=True):
+        for blocks in zip(*(tensor.split(_BLOCK_ELEMENTS) for tensor in tensors), strict=True):
+            yield [[block] for block in blocks]

@@ -11,14 +11,18 @@ Shape legend: M matrices, R rows, C columns, S = min(R, C).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
+from amalthea.core.scratch import Scratch
 from amalthea.optim.flops import orthogonalize_flops as orthogonalize_flops
 
 Coefficients = Literal["quintic", "polar_express", "youj"]
 Form = Literal["standard", "gram"]
+Step = tuple[float, float, float]
+"""a, b, c of one step."""
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _POLAR_EXPRESS = (
@@ -44,7 +48,7 @@ GRAM_MIN_ASPECT = 1.5
 """The Gram form costs less from about this ratio of sides; squarer matrices take the standard form."""
 
 
-def polynomials(coefficients: Coefficients, num_steps: int) -> tuple[tuple[float, float, float], ...]:
+def polynomials(coefficients: Coefficients, num_steps: int) -> tuple[Step, ...]:
     """(a, b, c) of each step.
 
     Sources: `quintic` Keller Jordan, "Muon" (2024), also torch.optim.Muon's; `polar_express` arXiv 2505.16932, with
@@ -70,72 +74,82 @@ def orthogonalize(
     form: Form = "standard",
     eps: float = 1e-7,
     max_elements: int = 1 << 26,
+    out: torch.Tensor | None = None,
+    scratch: Scratch | None = None,
 ) -> torch.Tensor:
     """Replaces each matrix U·S·Vᵀ by about U·Vᵀ.
 
-    Shapes: matrices [M, R, C] or [R, C], any float dtype; returns the same shape in bf16. Cast to bf16 *before* the
-    norm is taken (in fp32), so bf16 input gives the same bits as its fp32 original. The smaller side is iterated.
-    A zero matrix stays zero; a matrix with a non-finite entry becomes NaN, alone. Memory: scratch for `max_elements`
-    elements at a time, or one matrix, times about four. Communication: none.
+    Shapes: matrices [M, R, C] or [R, C], any float dtype; returns the same shape in bf16, in `out` if given, which may
+    be `matrices`. Cast to bf16 *before* the norm is taken (in fp32), so bf16 input gives the same bits as its fp32
+    original. The smaller side is iterated. A zero matrix stays zero; a matrix with a non-finite entry becomes NaN,
+    alone. Memory: from `scratch`, for `max_elements` elements at a time or one matrix, times about three.
+    Communication: none.
     """
-    if matrices.ndim == 2:
-        return orthogonalize(
-            matrices[None],
-            num_steps=num_steps,
-            coefficients=coefficients,
-            form=form,
-            eps=eps,
-            max_elements=max_elements,
-        )[0]
-    steps = polynomials(coefficients, num_steps)
     rows, columns = matrices.shape[-2:]
+    stack = matrices.view(-1, rows, columns) if matrices.ndim == 2 else matrices
+    if out is None:
+        out = torch.empty(matrices.shape, dtype=torch.bfloat16, device=matrices.device)
+    scratch = scratch or Scratch(matrices.device)
+    steps = polynomials(coefficients, num_steps)
     use_gram = form == "gram" and max(rows, columns) >= GRAM_MIN_ASPECT * min(rows, columns)
-    iterate = _gram_form if use_gram else _standard_form
+    groups = _groups_between_restarts(steps) if use_gram else [(step,) for step in steps]
     chunk = max(1, max_elements // max(1, rows * columns))
-    out = torch.empty(matrices.shape, dtype=torch.bfloat16, device=matrices.device)
-    for start in range(0, len(matrices), chunk):
-        part = slice(start, start + chunk)
-        x = matrices[part].to(torch.bfloat16)
-        x = x.mT if rows > columns else x
-        norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-        x = iterate(x / norm.clamp(min=eps).to(x.dtype), steps)
-        out[part] = x.mT if rows > columns else x
+    for given, part in zip(stack.split(chunk), out.view(stack.shape).split(chunk), strict=True):
+        # X moves between two buffers, once for each group, and so that it ends in `part`.
+        spare = scratch.take("iterate", *part.shape)
+        here, there = (part, spare) if len(groups) % 2 == 0 else (spare, part)
+        _normalize(given, eps=eps, out=here)
+        for group in groups:
+            scalar, polynomial = _collect(_gram(here, scratch), group, scratch)
+            _multiply(here, scalar, polynomial, out=there)
+            here, there = there, here
     return out
 
 
-def _standard_form(x: torch.Tensor, steps: tuple[tuple[float, float, float], ...]) -> torch.Tensor:
-    for a, b, c in steps:
-        gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
-    return x
+def _normalize(matrices: torch.Tensor, *, eps: float, out: torch.Tensor) -> None:
+    """Divides each matrix by its norm; a norm in bf16 is summed in fp32 and rounded once."""
+    x = matrices.to(torch.bfloat16)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    torch.div(x, norm.clamp(min=eps), out=out)
 
 
-def _gram_form(x: torch.Tensor, steps: tuple[tuple[float, float, float], ...]) -> torch.Tensor:
-    one = x.new_ones(())
-    for group in _groups_between_restarts(steps):
-        gram = x @ x.mT
-        # A factor (a·I + P) keeps its scalar a apart, in full precision: a bf16 diagonal would round it.
-        scalar, collected = 1.0, None
-        for index, (a, b, c) in enumerate(group):
-            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-            if collected is None:
-                scalar, collected = a, polynomial
-            else:
-                product = torch.baddbmm(collected, polynomial, collected, beta=a)
-                # addcmul takes its factor in fp32; the alpha of an add would be rounded to bf16 on the CPU.
-                scalar, collected = a * scalar, product.addcmul_(polynomial, one, value=scalar)
-            if index + 1 < len(group):
-                half = torch.baddbmm(gram, polynomial, gram, beta=a)
-                gram = torch.baddbmm(half, half, polynomial, beta=a)
-        assert collected is not None
-        x = torch.baddbmm(x, collected, x, beta=scalar)
-    return x
+def _gram(x: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """X·Xᵀ, or Xᵀ·X of tall matrices: the smaller of the two, [M, S, S]."""
+    count, rows, columns = x.shape
+    side = min(rows, columns)
+    left, right = (x.mT, x) if rows > columns else (x, x.mT)
+    return torch.bmm(left, right, out=scratch.take("gram", count, side, side))
 
 
-def _groups_between_restarts(
-    steps: tuple[tuple[float, float, float], ...],
-) -> list[tuple[tuple[float, float, float], ...]]:
+def _multiply(x: torch.Tensor, scalar: float, polynomial: torch.Tensor, *, out: torch.Tensor) -> None:
+    """(scalar·I + polynomial)·X, or of tall matrices X·(scalar·I + polynomial)ᵀ: no transpose is ever copied."""
+    left, right = (x, polynomial.mT) if x.shape[-2] > x.shape[-1] else (polynomial, x)
+    torch.baddbmm(x, left, right, beta=scalar, out=out)
+
+
+def _collect(gram: torch.Tensor, group: Sequence[Step], scratch: Scratch) -> tuple[float, torch.Tensor]:
+    """The product of a group's one or two polynomials in the Gram matrix, as scalar·I + matrix.
+
+    The scalar stays apart, in full precision: a bf16 diagonal would round it.
+    """
+
+    def into(name: str) -> torch.Tensor:
+        return scratch.take(name, *gram.shape)
+
+    a, b, c = group[0]
+    first = torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=into("first polynomial"))
+    if len(group) == 1:
+        return a, first
+    half = torch.baddbmm(gram, first, gram, beta=a, out=into("half"))
+    gram = torch.baddbmm(half, half, first, beta=a, out=into("gram"))
+    a_next, b, c = group[1]
+    second = torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=half)
+    product = torch.baddbmm(first, second, first, beta=a_next, out=gram)
+    # addcmul takes its factor in fp32; the alpha of an add would be rounded to bf16 on the CPU.
+    return a * a_next, product.addcmul_(second, product.new_ones(()), value=a)
+
+
+def _groups_between_restarts(steps: tuple[Step, ...]) -> list[tuple[Step, ...]]:
     """Pairs of steps; of an odd number the one before the last pair is alone.
 
     On a flat spectrum that order stays nearest to the standard form: the last pair starts from a fresh Gram matrix.

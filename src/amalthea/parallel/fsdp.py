@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import nn
@@ -55,6 +57,26 @@ def apply_fsdp(
         # The head's gradients come right after its forward: keep it.
         shard(model.head, reshard=False)
     shard(model, reshard=False)
+
+
+def set_unshard_async_op(model: Transformer, *, enabled: bool) -> None:
+    """Turns FSDP2's asynchronous unshard on, with the explicit prefetch that it needs, or back to the default.
+
+    With it, gathers are allocated on the compute stream and their buffers are free after their own copy-out, instead of
+    at the next unit's wait. FSDP2 then no longer overlaps by itself: each unit prefetches its neighbour, one ahead,
+    which is as deep as one gather at a time can use.
+    """
+    groups = [cast(FSDPModule, group) for group in model.groups]
+    units = [*groups, cast(FSDPModule, model.head)] if isinstance(model.head, FSDPModule) else groups
+    if isinstance(model.embed, FSDPModule):
+        units = [cast(FSDPModule, model.embed), *units]
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Private in torch 2.13; there is no public name for it.
+            module._set_unshard_async_op(enabled)
+    for before, after in itertools.pairwise(units):
+        before.set_modules_to_forward_prefetch([after] if enabled else [])
+        after.set_modules_to_backward_prefetch([before] if enabled else [])
 
 
 def _expert_placement(

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from amalthea.core.units import format_si
 from amalthea.model.config import ModelConfig
 from amalthea.optim.assign import assign
 from amalthea.optim.config import OptimConfig
@@ -173,7 +174,7 @@ def _after(work: _Work, speeds: Speeds, reading: Reading) -> tuple[Part, ...]:
         Part(
             "experts_newton_schulz",
             own / speeds.flops_per_s,
-            f"{own / 1e12:,.0f} TFLOP: one in {REPLICA_RANKS} experts",
+            f"{format_si(own, 'FLOP')}: 1 in {REPLICA_RANKS} experts",
         ),
         *_dense(work, speeds, reading),
         _element_wise(work, speeds),
@@ -188,7 +189,7 @@ def _before(work: _Work, speeds: Speeds, reading: Reading) -> tuple[Part, ...]:
         Part(
             "experts_newton_schulz",
             flops / speeds.flops_per_s,
-            f"{flops / 1e12:,.0f} TFLOP: one in {reading.ep} experts",
+            f"{format_si(flops, 'FLOP')}: 1 in {reading.ep} experts",
         ),
         _gather("experts_gather", elements, speeds, reading, ranks=REPLICA_RANKS // reading.ep, together=together),
         *_dense(work, speeds, reading),
@@ -200,7 +201,7 @@ def _dense(work: _Work, speeds: Speeds, reading: Reading) -> tuple[Part, Part]:
     together = speeds.cluster.gpus_per_node
     return (
         Part(
-            "dense_newton_schulz", work.dense_flops / speeds.flops_per_s, f"{work.dense_flops / 1e12:,.0f} TFLOP: all"
+            "dense_newton_schulz", work.dense_flops / speeds.flops_per_s, f"{format_si(work.dense_flops, 'FLOP')}: all"
         ),
         _gather("dense_gather", work.dense_elements, speeds, reading, ranks=REPLICA_RANKS, together=together),
     )
@@ -211,13 +212,13 @@ def _gather(name: str, elements: float, speeds: Speeds, reading: Reading, *, ran
     num_bytes = elements * (BF16_BYTES if reading.gather_dtype == "bf16" else FP32_BYTES)
     rate = together * speeds.cluster.inter_bytes_per_s * speeds.efficiency.network
     seconds = num_bytes * (1 - together / ranks) / rate
-    return Part(name, seconds, f"{num_bytes / 1e9:,.1f} GB through {together} NIC{'s' * (together > 1)}")
+    return Part(name, seconds, f"{format_si(num_bytes, 'B')} through {together} NIC{'s' * (together > 1)}")
 
 
 def _element_wise(work: _Work, speeds: Speeds) -> Part:
     per_element = sum(muon_bytes_per_element(OptimConfig().muon))
     moved = (work.expert_elements + work.dense_elements) / REPLICA_RANKS * per_element
-    return Part("element_wise", moved / speeds.hbm_bytes_per_s, f"{moved / 1e9:,.1f} GB of HBM traffic")
+    return Part("element_wise", moved / speeds.hbm_bytes_per_s, f"{format_si(moved, 'B')} of HBM traffic")
 
 
 def _seconds(parts: tuple[Part, ...], reading: Reading) -> float:

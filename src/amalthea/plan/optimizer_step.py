@@ -131,12 +131,13 @@ class OptimizerPlan:
         if grid.num_ranks > experts:
             idle = grid.num_ranks - experts
             return f"{what}: experts stay whole, as their rows do not divide evenly; {idle} ranks hold none"
-        return f"{what}: experts lie whole where they are orthogonalized; the step sends nothing for them"
+        inside = "for them inside a replica" if self.owning else "for them"
+        return f"{what}: each lies whole where it is orthogonalized; the step sends nothing {inside}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain figures, ready for `json.dumps`. Those of ranks are the largest, unless they say `mean`."""
         ledger, layout, sent = self.ledger, self.layout, self.bytes_sent
-        total, scratch = sum(sent.values()), sum(self.scratch.values())
+        total, scratch = (np.sum(list(parts.values()), axis=0) for parts in (sent, self.scratch))
         momentum = ledger.momentum * self.momentum_bytes_per_element
         return {
             "gpus": self.num_gpus,

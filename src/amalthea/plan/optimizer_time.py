@@ -14,6 +14,7 @@ import numpy as np
 
 from amalthea.config.run import RunConfig
 from amalthea.core.errors import ConfigError
+from amalthea.core.units import format_si
 from amalthea.optim.config import MuonConfig
 from amalthea.plan.clusters import Cluster
 from amalthea.plan.optimizer_ledger import BF16_BYTES, FP32_BYTES
@@ -138,23 +139,23 @@ def estimate_step(plan: OptimizerPlan, config: RunConfig, cluster: Cluster) -> S
     last = np.unravel_index((np.maximum(local_s, travel_s) + routed_s).argmax(), local_s.shape)
     touched = _element_wise_bytes(plan, config.optim.muon)
     reduced, spread = _replica_bytes(plan)
-    travels = f"{travel_bytes / 1e6:,.0f} MB through the busiest rank, bf16"
+    travels = f"{format_si(travel_bytes, 'B')} through the busiest rank, bf16"
     parts = (
         Part(
             "experts_newton_schulz",
             float(ledger.expert_flops[last] / speeds.flops_per_s),
-            f"{ledger.expert_flops[last] / 1e12:,.1f} TFLOP of the rank that ends last",
+            f"{format_si(ledger.expert_flops[last], 'FLOP')} of the rank that ends last",
         ),
         Part(
             "dense_newton_schulz",
             float(ledger.dense_flops[last] / speeds.flops_per_s),
-            f"{ledger.dense_flops[last] / 1e12:,.1f} TFLOP of the same rank",
+            f"{format_si(ledger.dense_flops[last], 'FLOP')} of the rank that ends last",
         ),
-        Part("element_wise", touched / speeds.hbm_bytes_per_s, f"{touched / 1e9:,.1f} GB of HBM traffic"),
+        Part("element_wise", touched / speeds.hbm_bytes_per_s, f"{format_si(touched, 'B')} of HBM traffic"),
         Part("all_to_all_to_owners", travel_s, travels),
         Part("all_to_all_back", travel_s, travels),
-        Part("replica_reduce", reduced / across, f"{reduced / 1e9:,.2f} GB from a rank, gradients in fp32"),
-        Part("replica_spread", spread / across, f"{spread / 1e9:,.2f} GB from a rank, updates in bf16"),
+        Part("replica_reduce", reduced / across, f"{format_si(reduced, 'B')} from a rank, gradients in fp32"),
+        Part("replica_spread", spread / across, f"{format_si(spread, 'B')} from a rank, updates in bf16"),
     )
     backward_s = 0.0
     if plan.grid.num_replicas > 1 and not plan.owning:
@@ -211,7 +212,7 @@ def _step_assumptions(plan: OptimizerPlan, muon: MuonConfig) -> list[str]:
     ]
     if plan.owning:
         lines.append(
-            "nothing hides the exchange between replicas; its reduction stands for the all-reduce that backward would do"
+            "nothing hides the exchange between replicas, which stands for the all-reduce that backward would do"
         )
     elif plan.grid.num_replicas > 1:
         lines.append("replicas repeat the work; the all-reduce of their gradients belongs to backward")

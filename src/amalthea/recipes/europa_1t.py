@@ -50,7 +50,7 @@ def europa_1t() -> RunConfig:
             validate_every_steps=1000,
         ),
         parallel=ParallelConfig(dp_replicate=num_replicas, ep=4),
-        memory=MemoryConfig(recompute="block"),
+        memory=MemoryConfig(recompute="block", offload=True, unshard_async_op=True),
         optim=OptimConfig(
             experts="muon",
             matrices="muon",

@@ -36,7 +36,7 @@ def quickstart() -> RunConfig:
         train=TrainConfig(steps=300, global_batch_tokens=4096, microbatch_sequences=16, validate_every_steps=100),
         optim=OptimConfig(
             experts="muon",
-            matrices="adamw",
+            matrices="muon",
             adamw=AdamWConfig(lr=3e-3),
             muon=MuonConfig(lr=3e-3),
             schedule=ScheduleConfig(kind="wsd", warmup_steps=20),

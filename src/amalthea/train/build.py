@@ -12,13 +12,15 @@ from amalthea.config.check import ResolvedRun
 from amalthea.config.run import RunConfig
 from amalthea.core.world import World
 from amalthea.flexshard.layout import Grid
+from amalthea.memory.copies import copies_for
+from amalthea.memory.offload import OffloadPlan, apply_offload, host_available_bytes, plan_offload
 from amalthea.memory.recompute import apply_recompute
 from amalthea.model.blocks import BlockGroup
 from amalthea.model.init import initialize
 from amalthea.model.transformer import Transformer
 from amalthea.optim.build import Optimizers, Place
 from amalthea.parallel.experts import apply_expert_parallel
-from amalthea.parallel.fsdp import apply_fsdp, experts_are_cut
+from amalthea.parallel.fsdp import apply_fsdp, experts_are_cut, set_unshard_async_op
 from amalthea.parallel.mesh import Mesh, build_mesh
 from amalthea.parallel.shards import local_part
 
@@ -35,6 +37,7 @@ class Run:
     mesh: Mesh
     model: Transformer
     optimizers: Optimizers
+    offload: OffloadPlan | None = None
 
     @property
     def device(self) -> torch.device:
@@ -67,6 +70,12 @@ def build(config: RunConfig, resolved: ResolvedRun, world: World) -> Run:
         apply_expert_parallel(model, mesh.experts["ep"])
     if config.memory.recompute == "block":
         apply_recompute(model)
+    offload = None
+    if config.memory.offload:
+        offload = plan_boundary_offload(config, resolved, world, num_groups=len(model.groups))
+        apply_offload(
+            model, offload, dtype=_DTYPES[config.precision], copies=copies_for(torch.device(world.torch_device))
+        )
     if resolved.world_size > 1 or config.precision != "fp32":
         # One fp32 process has nothing to gather, reduce or cast.
         apply_fsdp(
@@ -77,12 +86,25 @@ def build(config: RunConfig, resolved: ResolvedRun, world: World) -> Run:
             reshard_after_forward=config.parallel.reshard_after_forward,
             reduce_over_replicas=config.optim.replicas == "repeated",
         )
+        set_unshard_async_op(model, enabled=config.memory.unshard_async_op)
 
     model.to_empty(device=world.torch_device)
     initialize(model, seed=config.seed, part_of=local_part)
     optimizers = build_optimizers(config, mesh, model)
     optimizers.check_same_plan()
-    return Run(config, resolved, world, mesh, model, optimizers)
+    return Run(config, resolved, world, mesh, model, optimizers, offload)
+
+
+def plan_boundary_offload(config: RunConfig, resolved: ResolvedRun, world: World, *, num_groups: int) -> OffloadPlan:
+    """How much travels to the host. Raises ConfigError where the host has less than that."""
+    tokens = resolved.microbatch_sequences * config.data.seq_len
+    return plan_offload(
+        num_groups=num_groups,
+        num_passes=config.memory.sequences_per_gather,
+        boundary_bytes=tokens * config.model.hidden_size * _DTYPES[config.precision].itemsize,
+        budget_gib=config.memory.offload_budget_gib,
+        host_available_bytes=host_available_bytes() // world.local_size,
+    )
 
 
 def build_optimizers(config: RunConfig, mesh: Mesh, model: Transformer) -> Optimizers:
