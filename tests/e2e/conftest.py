@@ -13,6 +13,7 @@ import pytest
 from support.ranks import run_ranks
 from support.runs import Places, WholeRun, make_corpus, run_config, run_inside
 
+
 @pytest.fixture(scope="session")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     folder = tmp_path_factory.mktemp("e2e")

@@ -192,9 +192,7 @@ def test_a_run_folder_that_cannot_be_written(command: Command, read_only: Path) 
     assert said.startswith(f"error: --run-dir {read_only / 'run'}: {read_only} cannot be written; give write access")
 
 
-def test_resume_never_refuses_a_folder_with_checkpoints(
-    command: Command, whole_run: WholeRun, tmp_path: Path
-) -> None:
+def test_resume_never_refuses_a_folder_with_checkpoints(command: Command, whole_run: WholeRun, tmp_path: Path) -> None:
     run_dir = Path(shutil.copytree(whole_run(1), tmp_path / "taken"))
     said = command.train("checkpoint.resume=never", run_dir=run_dir)
     assert re.search(r"already holds the checkpoint step_8, and checkpoint\.resume is never; name another", said)

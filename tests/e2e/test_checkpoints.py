@@ -14,6 +14,7 @@ from support.runs import (
     WholeRun,
     checkpoint_steps,
     final_state,
+    losses,
     other_bits,
     read_checkpoint,
     run_config,
@@ -129,3 +130,4 @@ def test_replicas_may_own_or_repeat_after_a_resume(places: Places, whole_run: Wh
         config = run_config(places.corpus, train__steps=steps, optim__replicas=replicas, **HSDP)
         assert run_ranks(4, run_inside, config, tmp_path, places.cache) == [0] * 4
     assert checkpoint_steps(tmp_path) == [3, 4, 6]
+    assert len(losses(tmp_path)) == 6

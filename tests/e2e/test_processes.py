@@ -10,6 +10,7 @@ from support.ranks import run_ranks
 from support.runs import (
     BLOW_AFTER,
     SAVE_EVERY,
+    STEPS,
     Places,
     WholeRun,
     amalthea,
@@ -35,6 +36,8 @@ def test_killed_then_interrupted_then_finished_is_the_uninterrupted_run(
     assert killed.returncode == -signal.SIGKILL
     assert list(rows(run_dir, "train")) == list(range(1, BLOW_AFTER + 1))
     assert checkpoint_steps(run_dir) == [SAVE_EVERY]
+    with (run_dir / "metrics.jsonl").open("ab") as metrics:
+        metrics.write(b'{"kind": "train", "st')  # as a kill in the middle of a write leaves it
 
     # Ctrl-C after step 6 lets step 7 end and saves it.
     interrupted = amalthea("train", hit, "--run-dir", run_dir, cache=places.cache, blow="SIGINT 6 0")
@@ -44,6 +47,8 @@ def test_killed_then_interrupted_then_finished_is_the_uninterrupted_run(
     assert checkpoint_steps(run_dir) == [3, 6, 7]
     stopped = events(run_dir, "stopped")
     assert [(event["step"], event["reason"]) for event in stopped] == [(7, "interrupt")]
+    (dropped,) = events(run_dir, "rows_dropped")
+    assert (dropped["train_rows"], dropped["validation_rows"], dropped["torn_lines"]) == (2, 1, 1)
 
     assert run_ranks(1, run_inside, config, run_dir, places.cache) == [0]
     assert [event["step"] for event in events(run_dir, "resumed")] == [SAVE_EVERY, 7]
@@ -67,3 +72,22 @@ def test_torchrun_with_a_signal_to_one_rank_saves_the_same_step_everywhere(
     assert run_ranks(4, run_inside, config, run_dir, places.cache) == [0] * 4
     assert curve(run_dir) == curve(whole_run(4))
     assert other_bits(final_state(run_dir), final_state(whole_run(4))) == []
+
+
+@pytest.mark.case(8)
+@pytest.mark.parametrize(("ranks", "told"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_every_rank_leaves_with_the_code_of_the_signal(
+    ranks: int, told: int, sent: signal.Signals, code: int, places: Places, tmp_path: Path
+) -> None:
+    config = run_config(places.corpus, train__validate_every_steps=None, checkpoint__every_steps=None)
+    arguments = (config, tmp_path, places.cache, sent, told, None, 1)
+    assert run_ranks(ranks, run_inside, *arguments) == [code] * ranks
+    assert checkpoint_steps(tmp_path) == [2]
+
+
+def test_a_signal_in_the_last_step_lets_the_run_finish(places: Places, whole_run: WholeRun, tmp_path: Path) -> None:
+    arguments = (run_config(places.corpus), tmp_path, places.cache, signal.SIGTERM, 0, None, STEPS - 1)
+    assert run_ranks(1, run_inside, *arguments) == [0]
+    assert len(events(tmp_path, "finished")) == 1
+    assert curve(tmp_path) == curve(whole_run(1))

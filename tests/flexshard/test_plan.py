@@ -22,9 +22,9 @@ from amalthea.flexshard.plan import _plan, digest, plan_layout
 from amalthea.model.config import ModelConfig
 from amalthea.model.transformer import Transformer
 from amalthea.optim import build as optim_build
-from amalthea.optim.build import assign, stored_parameter
+from amalthea.optim.assign import assign, stored_parameter
 from amalthea.optim.config import OptimConfig
-from amalthea.optim.newton_schulz import orthogonalize_flops
+from amalthea.optim.flops import orthogonalize_flops
 from amalthea.recipes.europa_1t import europa_1t
 from amalthea.train.build import build
 

@@ -15,7 +15,7 @@ from amalthea.flexshard.runtime import ReplicaExchange, UnitExchange, slabs_of
 from amalthea.optim import dist_muon
 from amalthea.optim.flops import orthogonalize_flops
 from amalthea.plan import optimizer_ledger
-from amalthea.plan.optimizer_ledger import BATCH, Ledger, count
+from amalthea.plan.optimizer_ledger import BATCH_ELEMENTS, Ledger, count
 
 COST = partial(orthogonalize_flops, num_steps=5)
 
@@ -136,9 +136,16 @@ def test_assembled_units_and_batches_are_those_of_owners(counted: tuple[Layout, 
         ]
         routed = [r * c for i, (r, c) in zip(mine, shapes, strict=True) if not layout.is_local(i)]
         assert ledger.assembled[replica, rank] == sum(routed)
-        batches = [min(shapes.count(shape), BATCH) * shape[0] * shape[1] for shape in set(shapes)]
+        batches = [shapes.count(shape) * shape[0] * shape[1] for shape in set(shapes)]
         assert ledger.batch[replica, rank] == max(batches, default=0)
 
 
+@pytest.mark.parametrize(("max_elements", "matrices"), [(1, 1), (168, 1), (335, 1), (336, 2), (10**6, 8)])
+def test_a_batch_is_bounded(max_elements: int, matrices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_ledger, "BATCH_ELEMENTS", max_elements)
+    layout = plan_layout([StoredParameter("w", (8, 12, 14), "experts")], Grid(1, 1), cost=COST)
+    assert count(layout, cost=COST).batch.tolist() == [[matrices * 12 * 14]]
+
+
 def test_the_batch_is_the_optimizers() -> None:
-    assert BATCH == dist_muon._BATCH
+    assert BATCH_ELEMENTS == dist_muon._BATCH_ELEMENTS_ELSEWHERE

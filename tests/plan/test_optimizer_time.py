@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.tiny import tiny_config
 
+from amalthea.config.run import RunConfig
 from amalthea.core.errors import ConfigError
 from amalthea.plan.clusters import get_cluster
-from amalthea.plan.optimizer_published import Published, published_estimates
-from amalthea.plan.optimizer_step import plan_optimizer_step
+from amalthea.plan.optimizer_published import Published, Reading, published_estimates
+from amalthea.plan.optimizer_step import OptimizerPlan, plan_optimizer_step
 from amalthea.plan.optimizer_time import StepEstimate, estimate_step
 from amalthea.recipes.europa_1t import europa_1t
 
@@ -23,9 +24,17 @@ EXPERT = 5 * (4 * 1792**2 * 6144 + 2 * 1792**3)
 JUPITER_FLOPS, JUPITER_NETWORK = 0.71 * 989e12, 0.9 * 25e9
 
 
-def estimate(num_gpus: int = 1536, *, cluster: str = "jupiter", **optim: Any) -> StepEstimate:
-    config = REFERENCE.model_copy(update={"optim": REFERENCE.optim.model_copy(update=optim)})
-    return estimate_step(plan_optimizer_step(config, num_gpus=num_gpus), config, get_cluster(cluster))
+def reference(replicas: str) -> RunConfig:
+    return REFERENCE.model_copy(update={"optim": REFERENCE.optim.model_copy(update={"replicas": replicas})})
+
+
+@cache
+def plan(replicas: str) -> OptimizerPlan:
+    return plan_optimizer_step(reference(replicas), num_gpus=1536)
+
+
+def estimate(*, cluster: str = "jupiter", replicas: str = "owning") -> StepEstimate:
+    return estimate_step(plan(replicas), reference(replicas), get_cluster(cluster))
 
 
 def parts(of: StepEstimate | Published) -> dict[str, float]:
@@ -44,7 +53,7 @@ def test_a_replica_alone_takes_what_arithmetic_says() -> None:
     assert found.step_s == pytest.approx(sum(parts(found).values()) - one_way)
     assert 0.15 < found.step_s < 0.25
     # Ring all-reduce of fp32 gradients over four replicas: three quarters of the buffer, twice.
-    elements = sum(p.params for p in plan_optimizer_step(REFERENCE, num_gpus=1536).groups) / 384
+    elements = sum(p.params for p in plan("owning").groups) / 384
     assert found.backward_all_reduce_s == pytest.approx(2 * 0.75 * 4 * elements / JUPITER_NETWORK, rel=1e-3)
 
 
@@ -56,7 +65,7 @@ def test_owning_replicas_divide_the_work_and_pay_for_the_exchange() -> None:
     exchange = parts(owning)["replica_reduce"] + parts(owning)["replica_spread"]
     assert owning.without_replicas_s == pytest.approx(owning.step_s - exchange)
     # fp32 there and bf16 back, three quarters of it to others: the least that can be sent.
-    least = 0.75 * (4 + 2) * plan_optimizer_step(REFERENCE, num_gpus=1536).ledger.stored.max() / JUPITER_NETWORK
+    least = 0.75 * (4 + 2) * plan("owning").ledger.stored.max() / JUPITER_NETWORK
     assert least <= exchange <= 1.4 * least
 
 
@@ -71,9 +80,8 @@ def test_ranks_of_one_node_use_its_own_links() -> None:
     config = tiny_config(optim__experts="muon", optim__matrices="muon")
     times = {}
     for num_gpus in (4, 8):
-        plan = plan_optimizer_step(config, num_gpus=num_gpus)
-        found = estimate_step(plan, config, get_cluster("jupiter"))
-        ledger = plan.ledger
+        small = plan_optimizer_step(config, num_gpus=num_gpus)
+        found, ledger = estimate_step(small, config, get_cluster("jupiter")), small.ledger
         num_bytes = 2 * max(ledger.dense_out.max(), ledger.dense_in.max())
         times[num_gpus] = num_bytes / parts(found)["all_to_all_back"]
     assert times[4] == pytest.approx(0.8 * 450e9)
@@ -81,17 +89,21 @@ def test_ranks_of_one_node_use_its_own_links() -> None:
 
 
 def test_a_cluster_that_is_too_small_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"jupiter has 23,536 GPUs, fewer than 24,576"):
-        estimate(num_gpus=24_576)
+    leonardo = get_cluster("leonardo")
+    leonardo.check_holds(13_824)
+    with pytest.raises(ConfigError, match=r"leonardo has 13,824 GPUs, fewer than 13,825; take fewer with --gpus"):
+        leonardo.check_holds(13_825)
 
 
 def test_assumptions_name_what_is_not_verified() -> None:
     assert any("not verified of leonardo: peak_tflops" in line for line in estimate(cluster="leonardo").assumptions)
     assert not any("not verified" in line for line in estimate().assumptions)
-    assert any(
-        "Gram form" in line
-        for line in estimate(muon=REFERENCE.optim.muon.model_copy(update={"form": "gram"})).assumptions
-    )
+
+
+def test_the_gram_form_is_said_to_cost_less() -> None:
+    config = tiny_config(optim__experts="muon", optim__muon__form="gram")
+    found = estimate_step(plan_optimizer_step(config, num_gpus=2), config, get_cluster("jupiter"))
+    assert any("Gram form" in line for line in found.assumptions)
 
 
 def test_the_published_steps_are_met_within_a_quarter() -> None:
@@ -117,12 +129,19 @@ def test_the_published_steps_follow_from_arithmetic() -> None:
 
 
 def test_other_readings_are_shown_right_or_wrong() -> None:
-    before, _ = (figure.to_json() for figure in published_estimates(REFERENCE.model))
-    readings = {(r["ep"], r["gather_dtype"], r["overlapped"]): r["ratio"] for r in before["readings"]}
-    assert len(readings) == 16
-    assert readings[4, "bf16", False] == before["ratio"]
-    assert readings[8, "bf16", False] < 0.75
-    assert readings[1, "bf16", False] > 1.25
+    for figure, size in zip(published_estimates(REFERENCE.model), (16, 8), strict=True):
+        ratios = dict(figure.readings)
+        assert len(ratios) == size
+        assert ratios[Reading()] == figure.estimated_s
+        assert all(seconds > 0 for seconds in ratios.values())
+        assert min(ratios.values()) < figure.estimated_s < max(ratios.values())
+    before, after = (dict(figure.readings) for figure in published_estimates(REFERENCE.model))
+    assert before[Reading(ep=8)] < 0.75 * 41.7
+    assert before[Reading(ep=1)] > 1.25 * 41.7
+    # 19.8 GB over one card instead of four.
+    gather = 4 * parts(published_estimates(REFERENCE.model)[1])["dense_gather"] * (383 / 384) / (95 / 96)
+    alone = after[Reading(node_shares=False)] - after[Reading()] + gather / 4 * (95 / 96) / (383 / 384)
+    assert alone == pytest.approx(gather)
 
 
 def test_other_models_have_nothing_published() -> None:
@@ -138,11 +157,11 @@ def test_the_documentation_quotes_the_figures_of_the_code() -> None:
     expected |= {"hidden_s": found.hidden_s, "step_s": found.step_s, "without_replicas_s": found.without_replicas_s}
     assert quoted == {name: round(1000 * seconds, 1) for name, seconds in expected.items()}
 
-    rows = re.findall(
-        r"^\| (before|after) \| (\d) \| (\w+) \| (yes|no) \| ([\d.]+) s \| ([\d.]+) \|$", text, re.MULTILINE
-    )
-    assert {row[:4]: (float(row[4]), float(row[5])) for row in rows} == {
-        (when, str(reading.ep), reading.gather_dtype, "yes" if reading.overlapped else "no"): (
+    row = r"^\| (before|after) \| (\d) \| (\w+) \| (yes|no) \| (yes|no) \| ([\d.]+) s \| ([\d.]+) \|$"
+    found_rows = {row[:5]: (float(row[5]), float(row[6])) for row in re.findall(row, text, re.MULTILINE)}
+    words = {True: "yes", False: "no"}
+    assert found_rows == {
+        (when, str(reading.ep), reading.gather_dtype, words[reading.overlapped], words[reading.node_shares]): (
             round(seconds, 1),
             round(seconds / figure.published_s, 2),
         )

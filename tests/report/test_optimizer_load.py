@@ -17,9 +17,8 @@ from amalthea.report.optimizer_load import draw_load, write_load_picture
 
 
 def plan(num_gpus: int, **overrides: Any) -> OptimizerPlan:
-    return plan_optimizer_step(
-        tiny_config(optim__experts="muon", optim__matrices="muon", **overrides), num_gpus=num_gpus
-    )
+    config = tiny_config(**{"optim__experts": "muon", "optim__matrices": "muon", **overrides})
+    return plan_optimizer_step(config, num_gpus=num_gpus)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from amalthea.flexshard.plan import plan_layout
 from amalthea.optim.config import MuonConfig
 from amalthea.optim.dist_muon import DistMuon
 from amalthea.optim.muon import Muon
-from amalthea.optim.newton_schulz import orthogonalize_flops
+from amalthea.optim.flops import orthogonalize_flops
 
 Named = dict[str, torch.Tensor]
 

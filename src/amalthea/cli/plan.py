@@ -104,8 +104,9 @@ def _optimizer(
     from amalthea.plan.optimizer_step import default_gpus, plan_optimizer_step
     from amalthea.plan.optimizer_time import estimate_step
 
-    cluster = get_cluster(cluster_name)
-    plan = plan_optimizer_step(config, num_gpus=gpus or default_gpus(config))
+    cluster, num_gpus = get_cluster(cluster_name), gpus or default_gpus(config)
+    cluster.check_holds(num_gpus)  # before the longer work
+    plan = plan_optimizer_step(config, num_gpus=num_gpus)
     estimate, published = estimate_step(plan, config, cluster), published_estimates(config.model)
     document = {**plan.to_json(), **estimate.to_json(), "published": [figure.to_json() for figure in published]}
     if picture is not None:

@@ -22,7 +22,7 @@ from amalthea.core.tensors import local_tensor
 from amalthea.flexshard.layout import Grid, StoredParameter
 from amalthea.flexshard.plan import digest, plan_layout
 from amalthea.optim.assign import Assignment as Assignment
-from amalthea.optim.assign import OptimizerName, assign, stored_parameter
+from amalthea.optim.assign import OptimizerName, assign_all, stored_parameter
 from amalthea.optim.config import OptimConfig
 from amalthea.optim.dist_muon import DistMuon
 from amalthea.optim.flops import orthogonalize_flops
@@ -65,7 +65,7 @@ class Optimizers:
     ) -> None:
         self.place = place or Place()
         self.parameters = dict(named_parameters)
-        self.assignments = [assign(name, tuple(p.shape), config) for name, p in self.parameters.items()]
+        self.assignments = assign_all(((name, tuple(p.shape)) for name, p in self.parameters.items()), config)
         self._locals = {name: nn.Parameter(local_tensor(p.data)) for name, p in self.parameters.items()}
         self._base_lr = {"muon": config.muon.lr, "adamw": config.adamw.lr}
         self.muon: DistMuon | None = None
@@ -121,8 +121,8 @@ class Optimizers:
         if others:
             differing = [str(rank) for rank, found in enumerate(digests) if found != most]
             raise PlacementError(
-                f"the plans of who orthogonalizes which matrix differ: rank {', '.join(differing)} planned otherwise than "
-                f"rank {digests.index(most)}; all ranks must run the same code with the same configuration"
+                f"the plans of who orthogonalizes which matrix differ: rank {', '.join(differing)} planned otherwise "
+                f"than rank {digests.index(most)}; all ranks must run the same code with the same configuration"
             )
 
     def _make_adamw_state(self, adamw: torch.optim.AdamW, names: list[str]) -> None:

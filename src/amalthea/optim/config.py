@@ -70,6 +70,8 @@ class OptimConfig(Component):
     """For the routed experts' matrices."""
     matrices: Literal["muon", "adamw"] = "muon"
     """For every other matrix between hidden layers."""
+    by_name: dict[str, Literal["muon", "adamw"]] = Field(default_factory=dict)
+    """Exceptions by parameter name: {"blocks.*.attn.wo.weight": "adamw"}. The first that matches counts."""
     replicas: Literal["owning", "repeated"] = "owning"
     """With replicas: `owning` gives each of Muon's matrices one replica, which alone keeps its momentum and computes
     its update; `repeated` all-reduces gradients and lets every replica do all the work."""

@@ -23,12 +23,12 @@ from amalthea.optim.config import MuonConfig
 from amalthea.optim.muon import update_scale
 from amalthea.optim.newton_schulz import orthogonalize
 
-_BATCH_ELEMENTS = {"cpu": 1 << 20}
+_BATCH_ELEMENTS = {"cpu": 1 << 21}
 """Of equal matrices orthogonalized together, by device: on a CPU what its cache holds of them, their Gram matrices and
 the next iterate; on a GPU 4 to 8 of a large model's matrices fill it, and more gain nothing."""
 _BATCH_ELEMENTS_ELSEWHERE = 1 << 26
 
-_BLOCK_ELEMENTS = 1 << 16
+_BLOCK_ELEMENTS = 1 << 17
 """Of a CPU's element-wise passes: the second pass over a block finds it in the cache."""
 
 

@@ -46,6 +46,13 @@ class Cluster:
     def num_gpus(self) -> int | None:
         return None if self.num_nodes is None else self.num_nodes * self.gpus_per_node
 
+    def check_holds(self, num_gpus: int) -> None:
+        """Raises ConfigError where the cluster has fewer GPUs."""
+        if self.num_gpus is not None and num_gpus > self.num_gpus:
+            raise ConfigError(
+                f"{self.name} has {self.num_gpus:,} GPUs, fewer than {num_gpus:,}; take fewer with --gpus"
+            )
+
     @property
     def peak_flops_per_s(self) -> float:
         return self.peak_tflops * 1e12

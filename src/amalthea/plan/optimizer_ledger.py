@@ -16,8 +16,8 @@ from amalthea.flexshard.layout import Layout
 from amalthea.flexshard.plan import UnitCost
 
 BF16_BYTES, FP32_BYTES = 2, 4
-BATCH = 8
-"""Equal matrices that an owner orthogonalizes together."""
+BATCH_ELEMENTS = 1 << 26
+"""Of equal matrices that an owner orthogonalizes together on a GPU, or one matrix that is larger."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,8 @@ def _largest_batch(grid: tuple[int, int], units: _Units) -> np.ndarray:
     for shape in np.unique(units.shape):
         where = units.shape == shape
         owned = _sums(grid, units.replica[where], units.owner[where], np.ones(where.sum(), dtype=np.int64))
-        np.maximum(largest, np.minimum(owned, BATCH) * units.elements[where][0], out=largest)
+        size = int(units.elements[where][0])
+        np.maximum(largest, np.minimum(owned, max(1, BATCH_ELEMENTS // size)) * size, out=largest)
     return largest
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,8 @@ class Reading:
     gather_dtype: str = "bf16"
     overlapped: bool = False
     """Whether gathers run beside Newton-Schulz, perfectly."""
+    node_shares: bool = True
+    """Whether what is gathered enters a node once, over all its NICs, as NCCL's rings do; or once for each GPU."""
 
     def __str__(self) -> str:
         order = "beside" if self.overlapped else "before"
@@ -106,7 +108,7 @@ def published_estimates(model: ModelConfig) -> tuple[Published, ...]:
             "before: local experts gathered, everything repeated",
             41.7,
             partial(_before, work, speeds),
-            _readings(1, 2, 4, 8),
+            [replace(reading, ep=ep) for ep in (1, 2, 4, 8) for reading in _readings(True)],
             (
                 *shared,
                 f"{inferred} orthogonalizing starts; each rank gathers the 96 experts of its expert-parallel rank "
@@ -117,7 +119,7 @@ def published_estimates(model: ModelConfig) -> tuple[Published, ...]:
             "after: experts whole, dense matrices repeated on every rank",
             2.2,
             partial(_after, work, speeds),
-            _readings(4),
+            _readings(True, False),
             (
                 *shared,
                 f"{inferred} orthogonalizing starts; each rank gathers and orthogonalizes every dense matrix",
@@ -147,8 +149,9 @@ class _Work:
         return cls(*totals["routed expert"], *totals["hidden matrix"])
 
 
-def _readings(*degrees: int) -> list[Reading]:
-    return [Reading(ep, dtype, beside) for ep in degrees for dtype in ("bf16", "fp32") for beside in (False, True)]
+def _readings(*node_shares: bool) -> list[Reading]:
+    dtypes, orders = ("bf16", "fp32"), (False, True)
+    return [Reading(4, dtype, beside, shares) for shares in node_shares for dtype in dtypes for beside in orders]
 
 
 def _published(
@@ -210,6 +213,7 @@ def _dense(work: _Work, speeds: Speeds, reading: Reading) -> tuple[Part, Part]:
 def _gather(name: str, elements: float, speeds: Speeds, reading: Reading, *, ranks: int, together: int) -> Part:
     """An all-gather over `ranks` ranks, `together` of them in each node."""
     num_bytes = elements * (BF16_BYTES if reading.gather_dtype == "bf16" else FP32_BYTES)
+    together = together if reading.node_shares else 1
     rate = together * speeds.cluster.inter_bytes_per_s * speeds.efficiency.network
     seconds = num_bytes * (1 - together / ranks) / rate
     return Part(name, seconds, f"{format_si(num_bytes, 'B')} through {together} NIC{'s' * (together > 1)}")

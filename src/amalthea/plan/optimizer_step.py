@@ -6,7 +6,6 @@ built and no process group exists. What the step costs in seconds is for `plan/o
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -19,7 +18,7 @@ from amalthea.config.run import RunConfig
 from amalthea.flexshard.buckets import BUCKET_ELEMENTS, buckets
 from amalthea.flexshard.layout import Grid, Layout
 from amalthea.flexshard.plan import plan_layout
-from amalthea.optim.assign import Assignment, assign, stored_parameter
+from amalthea.optim.assign import Assignment, assign_all, by_kind, stored_parameter
 from amalthea.optim.flops import orthogonalize_flops
 from amalthea.parallel.cut import experts_are_cut
 from amalthea.plan.optimizer_ledger import BF16_BYTES, FP32_BYTES, Ledger, count
@@ -202,7 +201,7 @@ def plan_optimizer_step(config: RunConfig, *, num_gpus: int) -> OptimizerPlan:
     moe = config.model.moe
     sizes = (moe.expert_hidden_size, config.model.hidden_size)
     by_rows = experts_are_cut(planned, num_experts=moe.num_experts, sizes=sizes)
-    assignments = [assign(name, shape, config.optim) for name, shape in parameter_shapes(config.model)]
+    assignments = assign_all(parameter_shapes(config.model), config.optim)
     stored = [
         stored_parameter(a.name, a.shape, config.optim, head_dim=config.model.head_dim, experts_by_rows=by_rows)
         for a in assignments
@@ -244,9 +243,6 @@ def _expert_storage(config: RunConfig, by_rows: bool) -> ExpertStorage:
 
 def _groups(assignments: list[Assignment], layout: Layout) -> tuple[Group, ...]:
     units = Counter(layout.parameters[unit.parameter].name for unit in layout.units)
-    groups: dict[str, list[Assignment]] = {}
-    for assignment in assignments:
-        groups.setdefault(re.sub(r"\.\d+\.", ".*.", assignment.name), []).append(assignment)
     return tuple(
         Group(
             pattern=pattern,
@@ -257,7 +253,7 @@ def _groups(assignments: list[Assignment], layout: Layout) -> tuple[Group, ...]:
             params=sum(int(np.prod(a.shape)) for a in members),
             units=sum(units[a.name] for a in members),
         )
-        for pattern, members in groups.items()
+        for pattern, members in by_kind(assignments).items()
     )
 
 

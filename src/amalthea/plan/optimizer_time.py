@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from amalthea.config.run import RunConfig
-from amalthea.core.errors import ConfigError
 from amalthea.core.units import format_si
 from amalthea.optim.config import MuonConfig
 from amalthea.plan.clusters import Cluster
@@ -22,8 +21,8 @@ from amalthea.plan.optimizer_step import OptimizerPlan
 
 _ADAMW_BYTES = 28
 """Per element: weight, gradient and two moments read, weight and moments written, in fp32."""
-_APPLY_BYTES = 18
-"""Per stored element: decay reads and writes the weight, adding reads it and a bf16 update and writes it."""
+_APPLY_BYTES = 26
+"""Per stored element: decay reads and writes the weight, the bf16 update is widened, adding reads both and writes."""
 _PACK_STORED_BYTES, _PACK_OWNED_BYTES = 12, 14
 """For replicas. Per stored element: buffer zeroed, gradient read and written. Per owned one: its sum copied back in
 fp32, its update's buffer zeroed and filled in bf16."""
@@ -125,8 +124,7 @@ class StepEstimate:
 
 def estimate_step(plan: OptimizerPlan, config: RunConfig, cluster: Cluster) -> StepEstimate:
     """Estimates the step of `plan`, which must be `config`'s. Raises ConfigError where the cluster is too small."""
-    if cluster.num_gpus is not None and plan.num_gpus > cluster.num_gpus:
-        raise ConfigError(f"{cluster.name} has {cluster.num_gpus:,} GPUs, fewer than {plan.num_gpus:,}; lower --gpus")
+    cluster.check_holds(plan.num_gpus)
     speeds, ledger = Speeds(cluster), plan.ledger
     within = speeds.link_bytes_per_s(num_ranks=plan.grid.num_ranks)
     across = speeds.link_bytes_per_s(num_ranks=plan.num_gpus)

@@ -25,8 +25,9 @@ def moe_small() -> RunConfig:
     | all | | 6.981 B; active 1.143 B, 1.009 B without the input embedding |
 
     Eight ranks hold eight whole experts each. In fp32, weights, gradients and optimizer state are 12 bytes per
-    parameter for Muon (hidden matrices: 6.71 B) and 16 for AdamW (the rest: 0.27 B), so 10.6 GB per GPU. A step is 2^20 tokens. Set `data.path` to a corpus of some 10 B tokens or more: the demo
-    corpus is far too small for this model. Learning rates and rope_theta are our choice.
+    parameter for Muon (hidden matrices: 6.71 B) and 16 for AdamW (the rest: 0.27 B), so 10.6 GB per GPU. A step
+    is 2^20 tokens. Set `data.path` to a corpus of some 10 B tokens or more: the demo corpus is far too small for
+    this model. Learning rates and rope_theta are our choice.
     """
     vocab_size, seq_len = 65_536, 4096
     return RunConfig(

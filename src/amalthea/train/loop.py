@@ -18,6 +18,7 @@ from amalthea.core.world import World
 from amalthea.data.batch import Batch
 from amalthea.data.dataset import PreparedData, TrainData, ValidationData
 from amalthea.memory.monitor import peak_memory
+from amalthea.optim.assign import describe
 from amalthea.optim.schedule import lr_factor
 from amalthea.train.build import Run, build
 from amalthea.train.records import Recorder, StepRecord
@@ -65,6 +66,9 @@ def train(
         total_steps=config.train.steps,
         resumed_step=start.step,
     ) as recorder:
+        for line in [*describe(run.optimizers.assignments), *([run.offload.describe()] if run.offload else [])]:
+            recorder.note(line)
+            recorder.event("layout", text=line)
         for path, reason in start.skipped:
             recorder.event("checkpoint_skipped", path=str(path), reason=reason)
             recorder.note(f"skipped {path.name}: {reason}")
