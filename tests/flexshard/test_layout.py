@@ -224,7 +224,9 @@ def test_a_slab_is_the_part_of_the_local_tensor_that_it_says(layout: Layout) -> 
     for rank in range(layout.grid.num_ranks):
         for slab in slabs_of(layout, rank=rank):
             stored = layout.parameters[slab.parameter]
-            whole = torch.arange(stored.num_experts * stored.rows * stored.columns).view(-1, stored.rows, stored.columns)
+            whole = torch.arange(stored.num_experts * stored.rows * stored.columns).view(
+                -1, stored.rows, stored.columns
+            )
             box = stored.box(layout.grid, rank)
             local = whole[box.expert_start : box.expert_stop, box.row_start : box.row_stop]
             view = slab.view(local if len(stored.shape) == 3 else local[0])
@@ -266,9 +268,13 @@ def test_rows_in_two_units_are_refused() -> None:
 
 def test_a_unit_beyond_the_matrix_is_refused() -> None:
     a, *rest = SOUND.units
-    assert "a: Unit(parameter=0, expert=0, start=0, stop=12) is not inside (10, 8)" in broken(units=(a._replace(stop=12), *rest))
+    assert "a: Unit(parameter=0, expert=0, start=0, stop=12) is not inside (10, 8)" in broken(
+        units=(a._replace(stop=12), *rest)
+    )
     extra = (*SOUND.units, SOUND.units[-1]._replace(expert=2))
-    assert "expert=2, start=0, stop=8) is not inside (2, 8, 4)" in broken(units=extra, owners=(*SOUND.owners, Owner(0, 0)))
+    assert "expert=2, start=0, stop=8) is not inside (2, 8, 4)" in broken(
+        units=extra, owners=(*SOUND.owners, Owner(0, 0))
+    )
 
 
 def test_units_without_owners_are_refused() -> None:

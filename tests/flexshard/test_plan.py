@@ -214,7 +214,11 @@ def plan_otherwise_on(world: World, ranks: list[int], overrides: dict[str, objec
 
 @pytest.mark.parametrize(
     ("ranks", "named"),
-    [([2], "rank 2 planned otherwise than rank 0"), ([0], "rank 0 planned otherwise than rank 1"), ([1, 3], "rank 1, 3")],
+    [
+        ([2], "rank 2 planned otherwise than rank 0"),
+        ([0], "rank 0 planned otherwise than rank 1"),
+        ([1, 3], "rank 1, 3"),
+    ],
 )
 def test_ranks_compare_their_plans_before_the_first_step(ranks: list[int], named: str) -> None:
     answers = run_ranks(4, plan_otherwise_on, ranks, {"parallel__dp_replicate": 2})

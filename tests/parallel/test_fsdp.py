@@ -61,8 +61,11 @@ def dtypes(world: World, config: RunConfig) -> dict[str, set[torch.dtype]]:
     run.optimizers.zero_grad = lambda: None  # type: ignore[method-assign]  # keeps the gradients to look at
     train_step(run, microbatches(run, 0), lr_factor=1.0, tallies=())
     parameters = list(run.model.parameters())
+    grads = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    on_grid = all(torch.equal(grad, grad.bfloat16().float()) for grad in grads)
+    seen["summed"] = {torch.bfloat16 if on_grid else torch.float32}
     seen["stored"] = {local_tensor(parameter.data).dtype for parameter in parameters}
-    seen["gradients"] = {parameter.grad.dtype for parameter in parameters if parameter.grad is not None}
+    seen["gradients"] = {grad.dtype for grad in grads}
     seen["state"] = {value.dtype for value in run.optimizers.named_state().values()}
     seen["biases"] = {moe.router.bias.dtype for moe in run.model.moe_layers()}
     with torch.no_grad():
@@ -73,11 +76,15 @@ def dtypes(world: World, config: RunConfig) -> dict[str, set[torch.dtype]]:
 @pytest.mark.parametrize(("num_ranks", "changes"), [(1, {}), (4, {"parallel__ep": 2})], ids=["1", "4-ep2"])
 @pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
 def test_bf16_computes_in_bf16_on_fp32_weights(num_ranks: int, changes: dict[str, Any], reduce_dtype: str) -> None:
-    config = tiny_config(precision="bf16", parallel__reduce_dtype=reduce_dtype, **changes)
+    config = tiny_config(
+        precision="bf16", parallel__reduce_dtype=reduce_dtype, train__max_grad_norm=None, model__num_layers=1, **changes
+    )
     seen = run_ranks(num_ranks, dtypes, config)[0]
     assert seen["blocks"] == seen["experts"] == {torch.bfloat16}
     for kind in ("stored", "gradients", "state", "biases", "losses"):
         assert seen[kind] == {torch.float32}, kind
+    if num_ranks > 1:
+        assert seen["summed"] == {torch.float32 if reduce_dtype == "fp32" else torch.bfloat16}
 
 
 STEPS, LEARNING = 4, {"optim__adamw__lr": 1e-2}

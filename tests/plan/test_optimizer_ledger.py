@@ -136,6 +136,10 @@ def test_assembled_units_and_batches_are_those_of_owners(counted: tuple[Layout, 
         ]
         routed = [r * c for i, (r, c) in zip(mine, shapes, strict=True) if not layout.is_local(i)]
         assert ledger.assembled[replica, rank] == sum(routed)
+        slabs = [s for s in slabs_of(layout, rank=rank) if s.owner.replica == replica and not s.is_local]
+        columns = [layout.parameters[slab.parameter].columns for slab in slabs]
+        pieces = [(s.last - s.first) * (s.bottom - s.top) * c for s, c in zip(slabs, columns, strict=True)]
+        assert ledger.packed[replica, rank] == sum(pieces)
         batches = [shapes.count(shape) * shape[0] * shape[1] for shape in set(shapes)]
         assert ledger.batch[replica, rank] == max(batches, default=0)
 

@@ -160,6 +160,13 @@ def test_matrices_that_fall_to_adamw_are_listed() -> None:
     assert set(adamw["matrices"]) == {f"{name}.weight" for name in expected}
 
 
+def test_a_setting_by_name_splits_a_kind_by_its_takers() -> None:
+    plan = plan_optimizer_step(muon_config(optim__by_name={"blocks.1.attn.wo.weight": "adamw"}), num_gpus=4)
+    found = {(g.optimizer, g.tensors, g.units) for g in plan.groups if g.pattern == "blocks.*.attn.wo.weight"}
+    assert found == {("muon", 1, 1), ("adamw", 1, 0)}
+    assert "blocks.*.attn.wo.weight" in plan.to_json()["adamw"]["matrices"]
+
+
 def muon_config(**overrides: Any) -> RunConfig:
     return tiny_config(**{"optim__experts": "muon", "optim__matrices": "muon", **overrides})
 

@@ -38,10 +38,11 @@ def test_bars_are_the_loads_busiest_first() -> None:
     made = plan(4)
     top = draw_load(made, title="tiny", flops_per_s=7e14).axes[0]
     experts, dense = (patch.get_data() for patch in top.patches if isinstance(patch, StepPatch))
-    np.testing.assert_allclose(dense.values * 1e12, np.sort(made.ledger.flops.ravel())[::-1])
-    np.testing.assert_allclose(np.sort(experts.values) * 1e12, np.sort(made.ledger.expert_flops.ravel()))
+    assert top.get_ylabel() == "Newton-Schulz (MFLOP)"
+    np.testing.assert_allclose(dense.values * 1e6, np.sort(made.ledger.flops.ravel())[::-1])
+    np.testing.assert_allclose(np.sort(experts.values) * 1e6, np.sort(made.ledger.expert_flops.ravel()))
     levels = [line.get_ydata()[0] for line in top.lines]
-    assert levels == pytest.approx([made.ledger.flops.mean() / 1e12])
+    assert levels == pytest.approx([made.ledger.flops.mean() / 1e6])
 
 
 def test_a_folder_that_is_not_there_is_a_users_error(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from support.collectives import Collectives
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -20,8 +19,9 @@ from amalthea.flexshard.layout import Grid, StoredParameter
 from amalthea.flexshard.plan import plan_layout
 from amalthea.optim.config import MuonConfig
 from amalthea.optim.dist_muon import DistMuon
-from amalthea.optim.muon import Muon
 from amalthea.optim.flops import orthogonalize_flops
+from amalthea.optim.muon import Muon
+from support.collectives import Collectives
 
 Named = dict[str, torch.Tensor]
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from amalthea.core.scratch import Scratch
-from amalthea.flexshard.buckets import BUCKET_ELEMENTS, buckets
+from amalthea.flexshard.buckets import BUCKET_ELEMENTS, replica_buckets
 from amalthea.flexshard.layout import Layout, Owner, Piece
 
 
@@ -122,8 +122,8 @@ class UnitExchange:
     """Brings one replica's routed units to their owners and the results back.
 
     Communication, over `group` (the replica's ranks): one uneven bf16 all-to-all each way, whose sizes all follow from
-    the layout; none where nothing is routed, which is the same on every rank. Memory: twice this rank's routed slabs and
-    three times its owned routed units, in bf16, from `scratch`; a buffer is used again in the next step.
+    the layout; none where nothing is routed, which is the same on every rank. Memory: twice this rank's routed slabs
+    and three times its owned routed units, in bf16, from `scratch`; a buffer is used again in the next step.
     """
 
     def __init__(
@@ -199,9 +199,7 @@ class UnitExchange:
         """Waits, and returns the results of the routed slabs one after the other, in `send_order`."""
         return pending.wait()
 
-    def _exchange(
-        self, send: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], *, name: str
-    ) -> _Pending:
+    def _exchange(self, send: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], *, name: str) -> _Pending:
         received = self._scratch.take(name, sum(receive_sizes))
         work = dist.all_to_all_single(received, send, receive_sizes, send_sizes, group=self.group, async_op=True)
         return _Pending(received, work, send)
@@ -241,7 +239,12 @@ class ReplicaExchange:
     ) -> None:
         self.slabs, self.replica, self.num_replicas, self.group = list(slabs), replica, num_replicas, group
         self._sizes = [(s.last - s.first) * (s.bottom - s.top) * columns[s.parameter] for s in self.slabs]
-        self._buckets = list(buckets(self._sizes, max_elements))
+        self._buckets = replica_buckets(
+            self._sizes,
+            [slab.owner.replica for slab in self.slabs],
+            num_replicas=num_replicas,
+            max_elements=max_elements,
+        )
 
     @property
     def num_buckets(self) -> int:
@@ -283,13 +286,13 @@ class ReplicaExchange:
                 for position, start in self._offsets(bucket, share)
             }
 
-    def _share_size(self, bucket: range) -> int:
+    def _share_size(self, bucket: list[int]) -> int:
         totals = [0] * self.num_replicas
         for position in bucket:
             totals[self.slabs[position].owner.replica] += self._sizes[position]
         return max(totals)
 
-    def _offsets(self, bucket: range, share: int) -> Iterator[tuple[int, int]]:
+    def _offsets(self, bucket: list[int], share: int) -> Iterator[tuple[int, int]]:
         """Each slab's position and where it begins in the bucket's buffer."""
         ends = [replica * share for replica in range(self.num_replicas)]
         for position in bucket:

@@ -1,7 +1,7 @@
 """Muon under every mesh: `optim/muon.py`'s update, each unit computed once.
 
-Order of a step: momentum of routed slabs → their all-to-all starts → local units, batch by batch → routed units whole
-→ back → (with owning replicas) updates spread → weights move. Weights move by the *bf16 update* that the owner
+Order of a step: momentum of routed slabs → their all-to-all starts → half of the local units, batch by batch → routed
+units whole → back → the other half → (with owning replicas) updates spread → weights move. Weights move by the *bf16 update* that the owner
 computed, on every rank that stores them, so replicas stay equal bit for bit whatever the weights' dtype.
 
 Shape legend: E experts, R rows, C columns of a slab; M equal matrices.
@@ -21,12 +21,11 @@ from amalthea.flexshard.layout import Layout
 from amalthea.flexshard.runtime import ReplicaExchange, Slab, UnitExchange, slabs_of
 from amalthea.optim.config import MuonConfig
 from amalthea.optim.muon import update_scale
-from amalthea.optim.newton_schulz import orthogonalize
+from amalthea.optim.newton_schulz import elements_at_work, orthogonalize
 
-_BATCH_ELEMENTS = {"cpu": 1 << 21}
-"""Of equal matrices orthogonalized together, by device: on a CPU what its cache holds of them, their Gram matrices and
-the next iterate; on a GPU 4 to 8 of a large model's matrices fill it, and more gain nothing."""
-_BATCH_ELEMENTS_ELSEWHERE = 1 << 26
+_BATCH_ELEMENTS = {"cpu": 3 << 20, "cuda": 1 << 27}
+"""Of equal matrices orthogonalized together, with their Gram matrices. On a CPU more of them save calls, and fewer stay
+in its cache; on a GPU 4 to 8 of a large model's matrices fill it, and more gain nothing."""
 
 _BLOCK_ELEMENTS = 1 << 17
 """Of a CPU's element-wise passes: the second pass over a block finds it in the cache."""
@@ -72,7 +71,7 @@ class DistMuon(torch.optim.Optimizer):
             )
         # What follows from the layout alone is made once: a step has hundreds of slabs.
         self._views = [slab.view(self.params[slab.parameter].data) for slab in self.slabs]
-        self._max_elements = _BATCH_ELEMENTS.get(self.params[0].device.type, _BATCH_ELEMENTS_ELSEWHERE)
+        self._max_elements = _BATCH_ELEMENTS[self.params[0].device.type]
         self._local_batches = self._batch_local()
         self._scales = [self._scale(slab) for slab in self.slabs]
         dtype = torch.float32 if config.momentum_dtype == "fp32" else torch.bfloat16
@@ -99,24 +98,29 @@ class DistMuon(torch.optim.Optimizer):
         assert closure is None
         routed = self.exchange.send_order
         updates: dict[int, torch.Tensor] = {}
-
-        pending = None
-        if self.exchange.num_routed:
+        half = len(self._local_batches) // 2
+        if not self.exchange.num_routed:
+            self._step_local(self._local_batches, updates)
+        else:
             pending = self.exchange.launch_to_owners(self._directions(routed, name="sent"))
-        for number, batch in enumerate(self._local_batches):
-            # Updates for other replicas are kept until all are there, else a batch is done with before the next.
-            name = f"batch {number}" if self.replicas is not None else "batch"
-            matrices = self._directions(batch, name=name).view(-1, *self._views[batch[0]].shape[1:])
-            self._orthogonalize(matrices)
-            self._take(updates, batch, matrices)
-        if pending is not None:
+            self._step_local(self._local_batches[:half], updates)
             whole = self.exchange.finish_to_owners(pending)
             for stack in whole:
                 self._orthogonalize(stack)
-            self._take(updates, routed, self.exchange.finish_back(self.exchange.launch_back(whole)))
+            pending = self.exchange.launch_back(whole)
+            self._step_local(self._local_batches[half:], updates)
+            self._take(updates, routed, self.exchange.finish_back(pending))
         if self.replicas is not None:
             for bucket in self.replicas.spread(updates, device=self.params[0].device):
                 self._apply(bucket)
+
+    def _step_local(self, batches: Sequence[Sequence[int]], updates: dict[int, torch.Tensor]) -> None:
+        for batch in batches:
+            # Updates for other replicas are kept until all are there, else a batch is done with before the next.
+            name = f"batch {batch[0]}" if self.replicas is not None else "batch"
+            matrices = self._directions(batch, name=name).view(-1, *self._views[batch[0]].shape[1:])
+            self._orthogonalize(matrices)
+            self._take(updates, batch, matrices)
 
     def _directions(self, positions: Sequence[int], *, name: str) -> torch.Tensor:
         """Moves the momenta of slabs and returns what is to be orthogonalized, slab after slab, flat and in bf16.
@@ -144,8 +148,10 @@ class DistMuon(torch.optim.Optimizer):
                 by_shape[self._views[position].shape[1:]].append(position)
         return [
             [positions[i] for i in bucket]
-            for positions in by_shape.values()
-            for bucket in buckets([self._views[i].numel() for i in positions], self._max_elements)
+            for shape, positions in by_shape.items()
+            for bucket in buckets(
+                [len(self._views[i]) * elements_at_work(*shape) for i in positions], self._max_elements
+            )
         ]
 
     def _orthogonalize(self, matrices: torch.Tensor) -> None:

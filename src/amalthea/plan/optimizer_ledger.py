@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from amalthea.flexshard.buckets import BUCKET_ELEMENTS, buckets
+from amalthea.flexshard.buckets import BUCKET_ELEMENTS, replica_buckets
 from amalthea.flexshard.layout import Layout
 from amalthea.flexshard.plan import UnitCost
 
@@ -39,6 +39,8 @@ class Ledger:
     """[N, K]: elements that arrive at a rank as the owner; as many updates leave it."""
     dense_out: np.ndarray
     dense_in: np.ndarray
+    packed: np.ndarray
+    """[N, K]: elements of a rank's pieces of its replica's routed units, its own as owner among them."""
     assembled: np.ndarray
     """[N, K]: elements of the routed units that a rank owns."""
     batch: np.ndarray
@@ -73,7 +75,8 @@ def count(layout: Layout, *, cost: UnitCost) -> Ledger:
     alone = np.bincount(pieces.unit, minlength=len(units.cost)) == 1
     at_owner = pieces.rank == units.owner[pieces.unit]
     is_local = alone & (np.bincount(pieces.unit, weights=at_owner, minlength=len(units.cost)) == 1)
-    travels = ~is_local[pieces.unit] & ~at_owner
+    routed = ~is_local[pieces.unit]
+    travels = routed & ~at_owner
     replica, owner = units.replica[pieces.unit], units.owner[pieces.unit]
     of_expert = units.is_expert[pieces.unit]
 
@@ -92,6 +95,7 @@ def count(layout: Layout, *, cost: UnitCost) -> Ledger:
         expert_in=moved(owner, of_expert),
         dense_out=moved(pieces.rank, ~of_expert),
         dense_in=moved(owner, ~of_expert),
+        packed=_sums(grid, replica[routed], pieces.rank[routed], pieces.elements[routed]),
         assembled=by_owner(units.elements, ~is_local),
         batch=_largest_batch(grid, units),
         momentum=_sums(grid, replica, pieces.rank, pieces.elements),
@@ -185,9 +189,10 @@ def _replica_exchange(
     for rank in range(num_ranks):
         mine = by_rank[starts[rank] : starts[rank + 1]]
         sizes, replicas = _slabs(pieces.elements[mine], pieces.unit[mine], units, is_local)
-        for bucket in buckets(sizes.tolist(), BUCKET_ELEMENTS):
-            part = slice(bucket.start, bucket.stop)
-            share = int(np.bincount(replicas[part], weights=sizes[part]).max())
+        for bucket in replica_buckets(
+            sizes.tolist(), replicas.tolist(), num_replicas=num_replicas, max_elements=BUCKET_ELEMENTS
+        ):
+            share = int(np.bincount(replicas[bucket], weights=sizes[bucket]).max())
             sent[rank] += share * (num_replicas - 1) * (FP32_BYTES + BF16_BYTES)
             rounds[rank] += 1
     return sent, rounds

@@ -26,8 +26,8 @@ from amalthea.plan.shapes import parameter_shapes
 
 ExpertStorage = Literal["whole", "rows", "adamw", "none"]
 
-_ASSEMBLED_COPIES = 3
-"""Routed units whole, their updates, and the updates packed to go back."""
+_PACKED_COPIES, _ASSEMBLED_COPIES = 2, 3
+"""Of a rank's pieces: on their way out, and as updates. Of routed units: whole, as updates, and packed to go back."""
 _NEWTON_SCHULZ_COPIES = 4
 """Matrices of a batch that live at once while it is orthogonalized."""
 
@@ -105,6 +105,7 @@ class OptimizerPlan:
         """Bytes that a step needs for a while on each rank [N, K], by what they are for."""
         ledger = self.ledger
         return {
+            "packed_pieces": _PACKED_COPIES * BF16_BYTES * ledger.packed,
             "assembled_matrices": _ASSEMBLED_COPIES * BF16_BYTES * ledger.assembled,
             "newton_schulz": _NEWTON_SCHULZ_COPIES * BF16_BYTES * ledger.batch,
             "updates_for_replicas": BF16_BYTES * ledger.momentum * self.owning,
@@ -243,6 +244,9 @@ def _expert_storage(config: RunConfig, by_rows: bool) -> ExpertStorage:
 
 def _groups(assignments: list[Assignment], layout: Layout) -> tuple[Group, ...]:
     units = Counter(layout.parameters[unit.parameter].name for unit in layout.units)
+    # A setting by name may split the layers of a kind between optimizers.
+    takers = dict.fromkeys((a.optimizer, a.reason) for a in assignments)
+    taken = [[a for a in assignments if (a.optimizer, a.reason) == taker] for taker in takers]
     return tuple(
         Group(
             pattern=pattern,
@@ -253,7 +257,8 @@ def _groups(assignments: list[Assignment], layout: Layout) -> tuple[Group, ...]:
             params=sum(int(np.prod(a.shape)) for a in members),
             units=sum(units[a.name] for a in members),
         )
-        for pattern, members in by_kind(assignments).items()
+        for of_taker in taken
+        for pattern, members in by_kind(of_taker).items()
     )
 
 

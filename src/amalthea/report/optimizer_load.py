@@ -22,7 +22,7 @@ from amalthea.plan.optimizer_step import OptimizerPlan
 from amalthea.report.plots import BLUE, DPI, GRID, INK, ORANGE, PALE, SKY, SOFT, WIDTH_IN
 
 _TITLE_IN = 0.72
-_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 
 def write_load_picture(plan: OptimizerPlan, path: Path, *, title: str, flops_per_s: float) -> None:
@@ -73,24 +73,27 @@ def _title(figure: Figure, plan: OptimizerPlan, title: str, height_in: float) ->
 
 
 def _draw_flops(axes: Axes, plan: OptimizerPlan, order: np.ndarray, flops_per_s: float) -> None:
-    experts = plan.ledger.expert_flops.ravel()[order] / 1e12
-    dense = plan.ledger.dense_flops.ravel()[order] / 1e12
+    largest = plan.layout.largest_unit_flops
+    scale, prefix = _scale(float(plan.ledger.flops.max(initial=largest)))
+    experts, dense = (flops.ravel()[order] / scale for flops in (plan.ledger.expert_flops, plan.ledger.dense_flops))
     parts = {"routed experts": (experts, BLUE), "dense matrices": (dense, ORANGE)}
     _stack(axes, {label: part for label, part in parts.items() if part[0].any()})
-    mean, largest = float((experts + dense).mean()), plan.layout.largest_unit_flops / 1e12
+    mean, largest = float((experts + dense).mean()), largest / scale
     if largest > mean:
         _level(axes, mean, linestyle=":", label=f"mean {mean:.3g}")
         _level(axes, largest, linestyle="--", label=f"bound: largest matrix {largest:.3g}")
     else:  # one line: two in one place would hide each other
         _level(axes, mean, linestyle="--", label=f"bound: mean {mean:.3g}")
     axes.set_ylim(0, 1.1 * float((experts + dense).max(initial=largest)) or 1)
-    axes.set_ylabel("Newton-Schulz (TFLOP)")
+    axes.set_ylabel(f"Newton-Schulz ({prefix}FLOP)")
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 0.99), ncols=4, borderaxespad=0, fontsize=9)
-    per_ms = flops_per_s / 1e15
-    to_ms: Callable[[Any], Any] = lambda tflop: tflop / per_ms  # noqa: E731 - typed loosely, as matplotlib's are
-    to_tflop: Callable[[Any], Any] = lambda ms: ms * per_ms  # noqa: E731
-    times = axes.secondary_yaxis("right", functions=(to_ms, to_tflop))
-    times.set_ylabel(f"ms at {flops_per_s / 1e12:.0f} TFLOP/s", color=INK)
+    per_second, unit = (1e3, "ms") if axes.get_ylim()[1] * scale / flops_per_s > 1e-3 else (1e6, "µs")
+    in_time = scale / flops_per_s * per_second
+    # Typed loosely, as matplotlib's own are.
+    to_time: Callable[[Any], Any] = lambda flops: flops * in_time  # noqa: E731
+    to_flops: Callable[[Any], Any] = lambda time: time / in_time  # noqa: E731
+    times = axes.secondary_yaxis("right", functions=(to_time, to_flops))
+    times.set_ylabel(f"{unit} at {flops_per_s / 1e12:.0f} TFLOP/s", color=INK)
     times.tick_params(colors=SOFT, labelsize=9, length=3)
     times.spines["right"].set_color(PALE)
 
@@ -106,7 +109,8 @@ def _exchanges(plan: OptimizerPlan) -> dict[str, tuple[np.ndarray, str]]:
 
 
 def _draw_bytes(axes: Axes, num_bytes: np.ndarray, label: str, color: str) -> None:
-    scale, unit = next((scale, unit) for scale, unit in _UNITS if num_bytes.max() >= scale)
+    scale, prefix = _scale(float(num_bytes.max()))
+    unit = f"{prefix}B"
     _stack(axes, {label: (num_bytes / scale, color)})
     mean = float(num_bytes.mean() / scale)
     _level(axes, mean, linestyle=":")
@@ -115,6 +119,11 @@ def _draw_bytes(axes: Axes, num_bytes: np.ndarray, label: str, color: str) -> No
     axes.set_ylabel(f"sent ({unit})")
     words = f"sent {label}: at most {num_bytes.max() / scale:,.3g} {unit}, mean {mean:,.3g}"
     axes.set_title(words, loc="left", fontsize=10, color=SOFT)
+
+
+def _scale(highest: float) -> tuple[float, str]:
+    """The power of a thousand that `highest` is best given in, and its prefix."""
+    return next(((scale, prefix) for scale, prefix in _PREFIXES if highest >= scale), _PREFIXES[-1])
 
 
 def _level(axes: Axes, value: float, *, linestyle: str, label: str | None = None) -> None:
