@@ -34,9 +34,7 @@ def _environment_uses(tree: ast.AST) -> list[int]:
     return lines
 
 
-def test_imports_go_down_the_layers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_imports_go_down_the_layers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from importlinter.cli import lint_imports
 
     monkeypatch.chdir(ROOT)
@@ -47,9 +45,7 @@ def test_imports_go_down_the_layers(
 def test_the_rules_see_the_package() -> None:
     assert PACKAGE / "core" / "world.py" in SOURCES
     assert World.__module__ == "amalthea.core.world"
-    offending = (
-        "import os\nfrom os import environ\nx = os.getenv('A')\ny = os.environ['A']\nos.path.join('a')\n"
-    )
+    offending = "import os\nfrom os import environ\nx = os.getenv('A')\ny = os.environ['A']\nos.path.join('a')\n"
     assert sorted(_environment_uses(ast.parse(offending))) == [2, 3, 4]
 
 

@@ -222,9 +222,7 @@ def main() -> None:
     result: dict[str, Any] = {"machine": _machine(arguments.threads), "rows": []}
     for name in sizes:
         for kind in documents:
-            row = compare(
-                SIZES[name], packed=kind == "packed", rounds=arguments.rounds, threads=arguments.threads
-            )
+            row = compare(SIZES[name], packed=kind == "packed", rounds=arguments.rounds, threads=arguments.threads)
             result["rows"].append(row)
             if arguments.json:
                 arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

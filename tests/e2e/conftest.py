@@ -36,9 +36,8 @@ def whole_run(places: Places, tmp_path_factory: pytest.TempPathFactory) -> Whole
         if key not in made:
             run_dir = tmp_path_factory.mktemp("whole") / "run"
             log = run_dir.with_name("drawn.log")
-            codes = run_ranks(
-                ranks, run_inside, run_config(places.corpus, **overrides), run_dir, places.cache, None, 0, log
-            )
+            config = run_config(places.corpus, **overrides)
+            codes = run_ranks(ranks, run_inside, config, run_dir, places.cache, None, log)
             assert codes == [0] * ranks
             made[key] = run_dir
         return made[key]

@@ -11,6 +11,7 @@ from support.runs import (
     BLOW_AFTER,
     SAVE_EVERY,
     STEPS,
+    Blow,
     Places,
     WholeRun,
     amalthea,
@@ -81,13 +82,13 @@ def test_every_rank_leaves_with_the_code_of_the_signal(
     ranks: int, told: int, sent: signal.Signals, code: int, places: Places, tmp_path: Path
 ) -> None:
     config = run_config(places.corpus, train__validate_every_steps=None, checkpoint__every_steps=None)
-    arguments = (config, tmp_path, places.cache, sent, told, None, 1)
-    assert run_ranks(ranks, run_inside, *arguments) == [code] * ranks
+    blow = Blow(sent, rank=told, step=1)
+    assert run_ranks(ranks, run_inside, config, tmp_path, places.cache, blow) == [code] * ranks
     assert checkpoint_steps(tmp_path) == [2]
 
 
 def test_a_signal_in_the_last_step_lets_the_run_finish(places: Places, whole_run: WholeRun, tmp_path: Path) -> None:
-    arguments = (run_config(places.corpus), tmp_path, places.cache, signal.SIGTERM, 0, None, STEPS - 1)
-    assert run_ranks(1, run_inside, *arguments) == [0]
+    blow = Blow(signal.SIGTERM, step=STEPS - 1)
+    assert run_ranks(1, run_inside, run_config(places.corpus), tmp_path, places.cache, blow) == [0]
     assert len(events(tmp_path, "finished")) == 1
     assert curve(tmp_path) == curve(whole_run(1))

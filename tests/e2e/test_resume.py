@@ -15,6 +15,7 @@ from support.runs import (
     SAVE_EVERY,
     STEPS,
     VOCAB_SIZE,
+    Blow,
     Drawn,
     Places,
     WholeRun,
@@ -47,18 +48,17 @@ KilledRun = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def killed_run(places: Places, tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
-    """`killed_run(mesh)`: the folder of a run of four ranks of which one was killed; `drawn.log.*` lie beside it."""
+    """`killed_run(mesh)`: the folder of a run of four ranks of which one was killed; samples drawn lie beside it."""
     made: dict[str, Path] = {}
 
     def make(mesh: str) -> Path:
         if mesh not in made:
             run_dir = tmp_path_factory.mktemp("killed") / "run"
             # Rank 0 has written the row of the step by then; of another rank's death the row may be there or not.
-            victim = 0 if mesh == "fsdp" else 3
-            log = run_dir.with_name("drawn.log")
+            blow = Blow(signal.SIGKILL, rank=0 if mesh == "fsdp" else 3)
+            config, log = run_config(places.corpus, **MESHES[mesh]), run_dir.with_name("drawn.log")
             with pytest.raises(RankError, match="the process died"):
-                run_ranks(4, run_inside, run_config(places.corpus, **MESHES[mesh]), run_dir, places.cache,
-                          signal.SIGKILL, victim, log)  # fmt: skip
+                run_ranks(4, run_inside, config, run_dir, places.cache, blow, log)
             assert checkpoint_steps(run_dir) == [SAVE_EVERY]
             made[mesh] = run_dir
         return made[mesh]
@@ -67,10 +67,10 @@ def killed_run(places: Places, tmp_path_factory: pytest.TempPathFactory) -> Kill
 
 
 def resume(killed: Path, folder: Path, places: Places, ranks: int, mesh: dict[str, Any]) -> Path:
-    """Goes on with a copy of a killed run until its end; samples drawn go into `folder/drawn.log.RANK`."""
+    """Goes on with a copy of a killed run until its end; samples drawn go into `folder/drawn.RANK`."""
     run_dir = Path(shutil.copytree(killed, folder / "run"))
     config = run_config(places.corpus, **mesh)
-    codes = run_ranks(ranks, run_inside, config, run_dir, places.cache, None, 0, folder / "drawn.log")
+    codes = run_ranks(ranks, run_inside, config, run_dir, places.cache, None, folder / "drawn.log")
     assert codes == [0] * ranks
     assert [event["step"] for event in events(run_dir, "resumed")] == [SAVE_EVERY]
     return run_dir

@@ -268,13 +268,11 @@ def test_rows_in_two_units_are_refused() -> None:
 
 def test_a_unit_beyond_the_matrix_is_refused() -> None:
     a, *rest = SOUND.units
-    assert "a: Unit(parameter=0, expert=0, start=0, stop=12) is not inside (10, 8)" in broken(
-        units=(a._replace(stop=12), *rest)
-    )
-    extra = (*SOUND.units, SOUND.units[-1]._replace(expert=2))
-    assert "expert=2, start=0, stop=8) is not inside (2, 8, 4)" in broken(
-        units=extra, owners=(*SOUND.owners, Owner(0, 0))
-    )
+    too_long = broken(units=(a._replace(stop=12), *rest))
+    assert "a: Unit(parameter=0, expert=0, start=0, stop=12) is not inside (10, 8)" in too_long
+    extra = SOUND.units[-1]._replace(expert=2)
+    too_many = broken(units=(*SOUND.units, extra), owners=(*SOUND.owners, Owner(0, 0)))
+    assert "expert=2, start=0, stop=8) is not inside (2, 8, 4)" in too_many
 
 
 def test_units_without_owners_are_refused() -> None:

@@ -147,6 +147,15 @@ def test_documents_say_where_they_lie() -> None:
     assert Documents.whole(2, 4).are_whole
 
 
+def test_documents_split_by_sequences_and_keep_the_parts() -> None:
+    documents = Documents.of(((3, 1), (4,), (2, 2)), 4)
+    parts = documents.split(2)
+    assert [part.lengths for part in parts] == [((3, 1), (4,)), ((2, 2),)]
+    assert torch.equal(torch.cat([part.mask for part in parts]), documents.mask)
+    again = documents.split(2)
+    assert all(part is same for part, same in zip(parts, again, strict=True)), "layers share masks"
+
+
 @pytest.mark.parametrize("lengths", [(3, 2), (4, 1, -1), (4, 0), ()], ids=["sum", "negative", "zero", "none"])
 def test_lengths_that_do_not_fill_a_sequence_are_refused_by_row(lengths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"sequence 1 are .* must be positive and sum to seq_len 4"):

@@ -130,7 +130,7 @@ def test_drawing_leaves_the_global_generator_alone() -> None:
     dim=st.integers(0, 2),
     band_elements=st.sampled_from([1, 40, 130, 1 << 20]),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_bits_do_not_depend_on_the_split(ends: list[float], dim: int, band_elements: int) -> None:
     """Rows, columns of a matrix, rows inside the experts of a stack."""
     model = small_model(small_model_config(num_layers=1))

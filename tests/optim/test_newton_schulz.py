@@ -151,7 +151,9 @@ def test_polar_express_steps_past_the_eighth_are_its_limit() -> None:
     safe = (1.875 / 1.01, -1.25 / 1.01**3, 0.375 / 1.01**5)
     assert steps[7] == steps[8] == safe
     assert polynomials("polar_express", 3)[:2] == steps[:2]
-    assert polynomials("polar_express", 3)[2] == pytest.approx([x * 1.01**n for x, n in zip(steps[2], (1, 3, 5))])
+    assert polynomials("polar_express", 3)[2] == pytest.approx(
+        [steps[2][0] * 1.01, steps[2][1] * 1.01**3, steps[2][2] * 1.01**5]
+    )
 
 
 # No explosion

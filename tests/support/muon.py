@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -32,7 +32,7 @@ class Case:
 
     grid: Grid
     parameters: tuple[StoredParameter, ...]
-    config: MuonConfig = MuonConfig()
+    config: MuonConfig = field(default_factory=MuonConfig)
     repeated: bool = False
     num_steps: int = 1
 
@@ -119,7 +119,8 @@ def take_steps(world: World, case: Case) -> Outcome:
     kept, counted = True, Collectives()
     for step in range(case.num_steps):
         set_grads(muon, world, case, step)
-        with Collectives() as counted:
+        counted = Collectives()
+        with counted:
             muon.reduce_over_replicas()
             before = [None if p.grad is None else p.grad.clone() for p in muon.params]
             muon.step()

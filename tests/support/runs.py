@@ -131,30 +131,31 @@ def read_drawn(log: Path) -> list[Drawn]:
     return [Drawn(*map(int, line.split())) for line in log.read_text().splitlines()]
 
 
+@dataclass(frozen=True)
+class Blow:
+    """A signal that a rank gets after a step."""
+
+    sent: signal.Signals
+    rank: int = 0
+    step: int = BLOW_AFTER
+
+
 def run_inside(
-    world: World,
-    config: RunConfig,
-    run_dir: Path,
-    cache: Path,
-    blow: signal.Signals | None = None,
-    blown_rank: int = 0,
-    log: Path | None = None,
-    blow_step: int = BLOW_AFTER,
+    world: World, config: RunConfig, run_dir: Path, cache: Path, blow: Blow | None = None, log: Path | None = None
 ) -> int:
     """On a rank of the pool: what `amalthea train` does there, less the process group. Returns the exit code.
 
-    `blow` is a signal that `blown_rank` gets after `blow_step`; drawn samples go into `log`, a file for each rank.
+    Samples drawn go into `log`, with the rank as its suffix.
     """
-    blown = blow is not None and world.rank == blown_rank
 
     def hit() -> None:
-        if blown:
-            os.kill(os.getpid(), blow)
+        if blow is not None and world.rank == blow.rank:
+            os.kill(os.getpid(), blow.sent)
 
     environment = mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(cache)})
     draws = drawn_samples(log.with_suffix(f".{world.rank}") if log else Path(os.devnull))
     resolved = resolve(config, world_size=world.size)
-    with environment, draws, blow_after(blow_step, hit):
+    with environment, draws, blow_after(blow.step if blow else BLOW_AFTER, hit):
         return launcher._run(config, resolved, world, run_dir=run_dir, say=None, finish=None)
 
 
@@ -247,9 +248,10 @@ def checkpoint_steps(run_dir: Path) -> list[int]:
 
 def read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole."""
-    described = read_metadata(path).state_dict_metadata
+    described: dict[str, Any] = read_metadata(path).state_dict_metadata
     tensors = {
-        name: torch.full(tuple(entry.size), torch.nan).to(entry.properties.dtype) for name, entry in described.items()
+        name: torch.full(tuple(entry.size), torch.nan, dtype=entry.properties.dtype)
+        for name, entry in described.items()
     }
     load(path, tensors)
     return tensors

@@ -54,12 +54,14 @@ def test_live_display_shows_the_figures_and_keeps_the_validation() -> None:
     target, file = console(terminal=True)
     display = open_display(target, total_steps=300, every_steps=10)
     assert isinstance(display, LiveDisplay)
+    display.note("resumed after step 200")
     display.progress("validating …")
     display.validation(validation_record(0), previous=None)
     display.step(step_record(300, expert_imbalance=1.21, **FIGURES))
     display.close()
     display.close()
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
+    assert text.startswith("resumed after step 200\n")
     assert "validating …" in text
     assert "step 300/300 · 100%" in text
     assert "loss 6.213 · 3.2k tok/s · grad 0.81 · lr 3.0e-04 · imbalance 1.21" in text

@@ -23,6 +23,8 @@ from amalthea.train.step import train_step
 SEQUENCES = 12
 """A step's, divisible by three ranks and by four."""
 STEPS = 50
+ACCUMULATING = ("hsdp2x2", "ep2-fsdp2", "3-ranks")
+"""Take their share in microbatches of two or one in the fifty steps."""
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp4": (4, {}),
@@ -37,12 +39,12 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def muon_config(**overrides: Any) -> RunConfig:
-    """Muon for experts and matrices; one rank takes its whole share at once, several in microbatches of two or one."""
+    """Muon for experts and matrices."""
     values: dict[str, Any] = {
         "optim__experts": "muon",
         "optim__matrices": "muon",
         "train__global_batch_tokens": SEQUENCES * SEQ_LEN,
-        "train__microbatch_sequences": 2,
+        "train__microbatch_sequences": SEQUENCES,
     }
     return tiny_config(**values | overrides)
 
@@ -55,7 +57,7 @@ def mesh_config(mesh: str, **overrides: Any) -> tuple[int, RunConfig]:
 def single_config(mesh: str, **overrides: Any) -> RunConfig:
     """The same model on one rank."""
     of_model = {key: value for key, value in MESHES[mesh][1].items() if key.startswith("model")}
-    return muon_config(train__microbatch_sequences=SEQUENCES, **of_model | overrides)
+    return muon_config(**of_model | overrides)
 
 
 _single: dict[str, Any] = {}
@@ -74,9 +76,10 @@ def on_one_rank(function: Any, config: RunConfig, *args: Any) -> Any:
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_fifty_steps_give_the_curve_of_one_rank(mesh: str) -> None:
-    one: Curve = on_one_rank(run_steps, single_config(mesh), STEPS)
-    num_ranks, config = mesh_config(mesh)
-    assert resolve(config, world_size=num_ranks).accumulation_steps > 1
+    one: Curve = on_one_rank(run_steps, single_config(mesh, model__num_layers=1), STEPS)
+    share = {"train__microbatch_sequences": 2} if mesh in ACCUMULATING else {}
+    num_ranks, config = mesh_config(mesh, model__num_layers=1, **share)
+    assert (resolve(config, world_size=num_ranks).accumulation_steps > 1) == (mesh in ACCUMULATING)
     curves: list[Curve] = run_ranks(num_ranks, run_steps, config, STEPS)
     assert curves[0].losses == pytest.approx(one.losses, abs=1e-3)
     assert one.losses[0] - one.losses[-1] > 0.05, "the run must have learned something"
@@ -246,5 +249,5 @@ def grads_around_a_step(world: World, config: RunConfig) -> list[str]:
 
 @pytest.mark.parametrize("mesh", ["hsdp2x2", "ep2-fsdp2", "2-experts"])
 def test_a_step_leaves_gradients_as_it_found_them(mesh: str) -> None:
-    num_ranks, config = mesh_config(mesh)
+    num_ranks, config = mesh_config(mesh, train__microbatch_sequences=1)
     assert run_ranks(num_ranks, grads_around_a_step, config) == [[]] * num_ranks

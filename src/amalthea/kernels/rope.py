@@ -41,10 +41,10 @@ class _Rotate(torch.autograd.Function):
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, direction: int) -> torch.Tensor:
     dtype = torch.promote_types(x.dtype, cos.dtype)
-    first, second = x.to(dtype).chunk(2, dim=-1)
+    x, out_dtype = x.to(dtype), x.dtype
     cos, sin = cos[:, None].to(dtype), sin[:, None].to(dtype)
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    out_first, out_second = out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-direction)
-    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=direction)
-    return out.to(x.dtype)
+    out = x * torch.cat((cos, cos), dim=-1)
+    (first, second), (out_first, out_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    out_first.addcmul_(second, sin, value=-direction)
+    out_second.addcmul_(first, sin, value=direction)
+    return out.to(out_dtype)

@@ -73,12 +73,19 @@ class _VocabLoss(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden)
         dtype = torch.promote_types(weight.dtype, torch.float32)
         weight_grad = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        buffer = weight_grad.new_empty((min(chunk_tokens, len(hidden)), len(weight)))
         losses = []
-        for start in range(0, hidden.shape[0], chunk_tokens):
+        for start in range(0, len(hidden), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             kept = labels[chunk] != ignored
-            loss, logits_grad = _chunk(hidden[chunk], weight, labels[chunk], kept)
-            losses.append(loss)
+            logits = _product(hidden[chunk], weight, out=buffer[: len(kept)])
+            losses.append(_losses_and_gradient(logits, labels[chunk].where(kept, 0)[:, None]).where(kept, 0.0).sum())
+            if _is_on_host(hidden) and losses[-1].isinf():
+                # The softmax of a label was too small for its logarithm.
+                losses[-1] = token_losses(
+                    hidden[chunk], weight, labels[chunk], chunk_tokens=chunk_tokens, ignored=ignored
+                ).sum()
+            logits_grad = logits.to(weight.dtype)
             # Rows without a label get no gradient. Their zeros go in where rows are D wide, not V.
             torch.mm(logits_grad, weight, out=hidden_grad[chunk]).mul_(kept[:, None])
             _add_product(weight_grad, logits_grad, hidden[chunk] * kept[:, None])
@@ -92,17 +99,30 @@ class _VocabLoss(torch.autograd.Function):
         return hidden_grad * scale, weight_grad * scale, None, None, None
 
 
-def _chunk(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, kept: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss of one chunk and the gradient by its logits, which overwrites them."""
-    logits = F.linear(hidden, weight)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    picked = labels.where(kept, 0)[:, None]
-    torch.log_softmax(logits, dim=-1, out=logits)
-    loss = -(logits.gather(1, picked)[:, 0] * kept).sum()
-    logits.exp_().scatter_add_(1, picked, torch.full_like(picked, -1, dtype=logits.dtype))
-    return loss, logits.to(weight.dtype)
+def _product(hidden: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    return torch.mm(hidden, weight.T, out=out) if out.dtype == weight.dtype else out.copy_(hidden @ weight.T)
+
+
+def _losses_and_gradient(logits: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    """Each row's loss [C]; overwrites the logits by the gradient: softmax, less one at the label `picked` [C, 1].
+
+    On a CPU the softmax is one pass over rows in cache and its exponentials are not taken again; a loss beyond the
+    logarithm of the smallest normal number comes out infinite.
+    """
+    if _is_on_host(logits):
+        torch.softmax(logits, dim=-1, out=logits)
+        losses = -F.threshold(logits.gather(1, picked), torch.finfo(logits.dtype).tiny, 0.0).log()
+    else:
+        torch.log_softmax(logits, dim=-1, out=logits)
+        losses = -logits.gather(1, picked)
+        logits.exp_()
+    logits.scatter_add_(1, picked, torch.full_like(picked, -1, dtype=logits.dtype))
+    return losses[:, 0]
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether looking at a value costs nothing: on a CPU, and not a fake tensor, which has none."""
+    return tensor.is_cpu and type(tensor) is torch.Tensor
 
 
 def _add_product(total: torch.Tensor, logits_grad: torch.Tensor, hidden: torch.Tensor) -> None:

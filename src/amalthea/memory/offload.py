@@ -152,9 +152,7 @@ class BoundaryOffload:
             boundary.back = self.copies.to_device(self.arena[boundary.slot], boundary.landing)
 
 
-def apply_offload(
-    model: Transformer, plan: OffloadPlan, *, dtype: torch.dtype, copies: Copies
-) -> BoundaryOffload:
+def apply_offload(model: Transformer, plan: OffloadPlan, *, dtype: torch.dtype, copies: Copies) -> BoundaryOffload:
     """Makes every group but the last send its boundary to the host. Call it after `apply_recompute`."""
     offload = BoundaryOffload(plan, dtype=dtype, copies=copies)
     for group in list(model.groups)[:-1]:

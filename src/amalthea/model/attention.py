@@ -12,6 +12,7 @@ from amalthea.kernels.attention import Documents, attention
 from amalthea.kernels.max_logits import max_logits
 from amalthea.kernels.rope import rotate
 from amalthea.model.config import ModelConfig
+from amalthea.model.norm import RMSNorm
 
 
 class Rope(nn.Module):
@@ -63,8 +64,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.wv = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.wo = nn.Linear(query_size, config.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: torch.Tensor, documents: Documents, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         """x [B, S, D] → [B, S, D], and the largest logits fp32 [H], empty where they are not tracked."""

@@ -15,6 +15,7 @@ from amalthea.kernels.attention import Documents
 from amalthea.model.attention import Attention, Rope
 from amalthea.model.config import ModelConfig
 from amalthea.model.moe import MoE, SwiGLU
+from amalthea.model.norm import RMSNorm
 
 
 class LayerFigures(NamedTuple):
@@ -42,9 +43,9 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, *, is_dense: bool) -> None:
         super().__init__()
         self.num_experts = config.moe.num_experts
-        self.attn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.attn_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.attn = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.ffn_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp: SwiGLU | None = None
         self.moe: MoE | None = None
         if is_dense:

@@ -71,7 +71,7 @@ def parameter_seed(seed: int, name: str) -> int:
 
 
 def _fill_normal(local: torch.Tensor, offsets: tuple[int, ...], shape: torch.Size, *, seed: int, std: float) -> None:
-    band_rows = max(1, _BAND_ELEMENTS // shape[1:].numel())
+    band_rows = min(shape[0], max(1, _BAND_ELEMENTS // shape[1:].numel()))
     first_row, end_row = offsets[0], offsets[0] + local.shape[0]
     columns = tuple(slice(start, start + size) for start, size in zip(offsets[1:], local.shape[1:], strict=True))
     for band in range(first_row // band_rows, -(-end_row // band_rows)):

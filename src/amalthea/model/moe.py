@@ -19,6 +19,7 @@ from torch import nn
 from amalthea.core.tensors import local_tensor
 from amalthea.kernels.grouped import grouped_linear
 from amalthea.kernels.permute import sort_by_expert, sum_to_tokens, to_rows
+from amalthea.kernels.swiglu import swiglu, weighted_swiglu
 from amalthea.model.config import MoEConfig
 
 
@@ -87,8 +88,7 @@ class Experts(nn.Module):
         """
         gate = grouped_linear(rows, local_tensor(self.w_gate), ends=ends)
         up = grouped_linear(rows, local_tensor(self.w_up), ends=ends)
-        hidden = F.silu(gate) * up
-        hidden = hidden * weights[:, None].to(hidden.dtype)
+        hidden = weighted_swiglu(gate, up, weights.to(gate.dtype))
         return grouped_linear(hidden, local_tensor(self.w_down), ends=ends)
 
 
@@ -125,7 +125,7 @@ class SwiGLU(nn.Module):
         self.w_down = nn.Linear(inner_size, hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))
+        return self.w_down(swiglu(self.w_gate(x), self.w_up(x)))
 
 
 class MoE(nn.Module):

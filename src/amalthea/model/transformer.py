@@ -19,6 +19,7 @@ from amalthea.model.attention import Rope
 from amalthea.model.blocks import Block, BlockGroup, join_layers
 from amalthea.model.config import ModelConfig
 from amalthea.model.moe import MoE
+from amalthea.model.norm import RMSNorm
 
 
 class Head(nn.Module):
@@ -64,7 +65,7 @@ class Transformer(nn.Module):
         self.groups = nn.ModuleList(
             BlockGroup(blocks[first : first + blocks_per_group]) for first in range(0, len(blocks), blocks_per_group)
         )
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head = Head(config)
         self._tie()
         self.register_state_dict_post_hook(_rename_saved)

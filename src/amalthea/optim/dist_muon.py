@@ -1,8 +1,9 @@
 """Muon under every mesh: `optim/muon.py`'s update, each unit computed once.
 
 Order of a step: momentum of routed slabs → their all-to-all starts → half of the local units, batch by batch → routed
-units whole → back → the other half → (with owning replicas) updates spread → weights move. Weights move by the *bf16 update* that the owner
-computed, on every rank that stores them, so replicas stay equal bit for bit whatever the weights' dtype.
+units whole → back → the other half → (with owning replicas) updates spread → weights move. Weights move by the *bf16
+update* that the owner computed, on every rank that stores them, so replicas stay equal bit for bit whatever the
+weights' dtype.
 
 Shape legend: E experts, R rows, C columns of a slab; M equal matrices.
 """
@@ -23,9 +24,10 @@ from amalthea.optim.config import MuonConfig
 from amalthea.optim.muon import update_scale
 from amalthea.optim.newton_schulz import elements_at_work, orthogonalize
 
-_BATCH_ELEMENTS = {"cpu": 3 << 20, "cuda": 1 << 27}
-"""Of equal matrices orthogonalized together, with their Gram matrices. On a CPU more of them save calls, and fewer stay
-in its cache; on a GPU 4 to 8 of a large model's matrices fill it, and more gain nothing."""
+_BATCH_ELEMENTS_ELSEWHERE = 1 << 26
+"""Of equal matrices orthogonalized together on a GPU: 4 to 8 of a large model's fill it, and more gain nothing."""
+_BATCH_ELEMENTS_ON_CPU = 3 << 20
+"""The same on a CPU, counting `elements_at_work`: more together save calls, and fewer stay in its cache."""
 
 _BLOCK_ELEMENTS = 1 << 17
 """Of a CPU's element-wise passes: the second pass over a block finds it in the cache."""
@@ -71,7 +73,6 @@ class DistMuon(torch.optim.Optimizer):
             )
         # What follows from the layout alone is made once: a step has hundreds of slabs.
         self._views = [slab.view(self.params[slab.parameter].data) for slab in self.slabs]
-        self._max_elements = _BATCH_ELEMENTS[self.params[0].device.type]
         self._local_batches = self._batch_local()
         self._scales = [self._scale(slab) for slab in self.slabs]
         dtype = torch.float32 if config.momentum_dtype == "fp32" else torch.bfloat16
@@ -141,7 +142,7 @@ class DistMuon(torch.optim.Optimizer):
         return packed
 
     def _batch_local(self) -> list[list[int]]:
-        """Local slabs of one shape, together about `_max_elements` at a time."""
+        """Local slabs of one shape, together about `_batch_elements` at a time."""
         by_shape: dict[torch.Size, list[int]] = defaultdict(list)
         for position in self.mine:
             if self.slabs[position].is_local:
@@ -149,10 +150,13 @@ class DistMuon(torch.optim.Optimizer):
         return [
             [positions[i] for i in bucket]
             for shape, positions in by_shape.items()
-            for bucket in buckets(
-                [len(self._views[i]) * elements_at_work(*shape) for i in positions], self._max_elements
-            )
+            for bucket in buckets([self._views[i].numel() for i in positions], self._batch_elements(*shape))
         ]
+
+    def _batch_elements(self, rows: int, columns: int) -> int:
+        if self.params[0].device.type != "cpu":
+            return _BATCH_ELEMENTS_ELSEWHERE
+        return max(1, _BATCH_ELEMENTS_ON_CPU // elements_at_work(rows, columns)) * rows * columns
 
     def _orthogonalize(self, matrices: torch.Tensor) -> None:
         """In place."""
@@ -161,7 +165,7 @@ class DistMuon(torch.optim.Optimizer):
             num_steps=self.config.num_steps,
             coefficients=self.config.coefficients,
             form=self.config.form,
-            max_elements=self._max_elements,
+            max_elements=self._batch_elements(*matrices.shape[1:]),
             out=matrices,
             scratch=self._scratch,
         )
@@ -185,9 +189,7 @@ class DistMuon(torch.optim.Optimizer):
             flat = [self._views[i].view(-1) for i in positions]
             for weights, moves in _in_cache(flat, [updates[i] for i in positions]):
                 torch._foreach_mul_(weights, 1 - lr * self.config.weight_decay)
-                # One dtype: only then is the sum one fused kernel.
-                same = [move.to(weight.dtype) for move, weight in zip(moves, weights, strict=True)]
-                torch._foreach_add_(weights, same, alpha=-lr * scale)
+                torch._foreach_add_(weights, moves, alpha=-lr * scale)
 
     def _scale(self, slab: Slab) -> float:
         """Factor on the learning rate, from the shape of the slab's whole units."""

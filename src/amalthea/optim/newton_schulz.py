@@ -67,7 +67,7 @@ def polynomials(coefficients: Coefficients, num_steps: int) -> tuple[Step, ...]:
 
 
 def elements_at_work(rows: int, columns: int) -> int:
-    """Elements that one matrix takes while it is orthogonalized: its next iterate and two Gram matrices."""
+    """Elements that one matrix keeps in use while it is orthogonalized: its iterate and two Gram matrices."""
     return rows * columns + 2 * min(rows, columns) ** 2
 
 
@@ -87,8 +87,8 @@ def orthogonalize(
     Shapes: matrices [M, R, C] or [R, C], any float dtype; returns the same shape in bf16, in `out` if given, which may
     be `matrices`. Cast to bf16 *before* the norm is taken (in fp32), so bf16 input gives the same bits as its fp32
     original. The smaller side is iterated. A zero matrix stays zero; a matrix with a non-finite entry becomes NaN,
-    alone. Memory: from `scratch`, for about `max_elements` elements (see `elements_at_work`), at least for one matrix.
-    Communication: none.
+    alone. Memory: from `scratch`, for `max_elements` elements at a time or one matrix, times about two, or three of
+    square ones. Communication: none.
     """
     rows, columns = matrices.shape[-2:]
     stack = matrices.view(-1, rows, columns) if matrices.ndim == 2 else matrices
@@ -98,7 +98,7 @@ def orthogonalize(
     steps = polynomials(coefficients, num_steps)
     use_gram = form == "gram" and max(rows, columns) >= GRAM_MIN_ASPECT * min(rows, columns)
     groups = _groups_between_restarts(steps) if use_gram else [(step,) for step in steps]
-    chunk = max(1, max_elements // max(1, elements_at_work(rows, columns)))
+    chunk = max(1, max_elements // max(1, rows * columns))
     for given, part in zip(stack.split(chunk), out.view(stack.shape).split(chunk), strict=True):
         # X moves between two buffers, once for each group, and so that it ends in `part`.
         spare = scratch.take("iterate", *part.shape)
