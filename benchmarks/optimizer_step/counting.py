@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
-_NO_COLLECTIVES = ("wait_tensor", "barrier", "monitored_barrier_")
+_NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -29,6 +30,8 @@ class CollectiveCounter(TorchDispatchMode):
         self.num_collectives, self.bytes_sent, self.by_name = 0, 0.0, dict[str, int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it takes the operation apart, and its collectives come by here
         result = func(*args, **(kwargs or {}))
         namespace, _, name = func._schema.name.partition("::")
         if namespace in _NAMESPACES and name not in _NO_COLLECTIVES:

@@ -82,8 +82,10 @@ def _join_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _mean(trees: list[Any]) -> Any:
+    """Of numbers in equal places; a rank without a phase spent no time in it."""
     if isinstance(trees[0], dict):
-        return {key: _mean([tree[key] for tree in trees]) for key in trees[0]}
+        keys = dict.fromkeys(key for tree in trees for key in tree)
+        return {key: _mean([tree.get(key, {"wall_s": 0.0, "cpu_s": 0.0}) for tree in trees]) for key in keys}
     return statistics.mean(trees)
 
 

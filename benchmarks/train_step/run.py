@@ -31,6 +31,8 @@ from sides import SIZES, Size, Step, gathered_bytes, hugging_face, ours
 
 WARM_UP_STEPS = 3
 LOSS_TOLERANCE, NORM_TOLERANCE, LATER_LOSS_TOLERANCE = 1e-4, 1e-3, 1e-3
+PEERS = {"default": False, "same_allocator": True}
+"""Hugging Face as users have it, and with the setting of the C library's allocator that our launcher makes."""
 MAX_GATHERED_BYTES = 4 << 30
 """`batched_mm` is left out where the weights it would gather and keep exceed this."""
 
@@ -107,44 +109,47 @@ def fastest_peer(size: Size, *, packed: bool, threads: int) -> tuple[dict[str, s
 
 
 def compare(size: Size, *, packed: bool, rounds: int, threads: int) -> dict[str, Any]:
-    """One row of the table."""
+    """One row of the table: ours against Hugging Face as users have it, and again with our allocator setting."""
     title = f"{size.name}, {'packed' if packed else 'whole'} documents"
     _say(f"{title}: choosing Hugging Face's implementation")
-    peer, tried = fastest_peer(size, packed=packed, threads=threads)
-    sides = (
-        Side("ours", partial(ours, size, packed=packed), threads=threads),
-        Side("Hugging Face", partial(hugging_face, size, packed=packed, **peer), threads=threads),
-    )
-    agreement = check_same_work(*(side.turn(WARM_UP_STEPS) for side in sides))
-    _say(f"{title}: {json.dumps(agreement)}")
-
-    turns: tuple[list[Turn], list[Turn]] = ([], [])
-    for number in range(rounds):
-        for side, side_turns in zip(sides, turns, strict=True):
-            side_turns.append(side.turn(size.steps_per_turn))
-        a, b = (size.tokens * size.steps_per_turn / side_turns[-1].wall_s for side_turns in turns)
-        _say(f"{title}: round {number + 1} of {rounds}: ours {a:,.0f}, Hugging Face {b:,.0f}, ratio {a / b:.2f}")
-    for side in sides:
-        side.close()
-
-    def speed(side_turns: list[Turn]) -> dict[str, float]:
-        return _spread([size.tokens * size.steps_per_turn / turn.wall_s for turn in side_turns])
-
-    pairs = list(zip(*turns, strict=True))
-    return {
+    implementation, tried = fastest_peer(size, packed=packed, threads=threads)
+    mine = Side("ours", partial(ours, size, packed=packed), threads=threads)
+    warm_up = mine.turn(WARM_UP_STEPS)
+    row: dict[str, Any] = {
         "size": size.name,
         "documents": "packed" if packed else "whole",
         "tokens_per_step": size.tokens,
-        "peer": peer,
+        "peer": implementation,
         "peer_candidates": tried,
-        "agreement": agreement,
-        "ours_tokens_per_s": speed(turns[0]),
-        "peer_tokens_per_s": speed(turns[1]),
+    }
+    for key, keeps_memory in PEERS.items():
+        make_step = partial(hugging_face, size, packed=packed, **implementation, keeps_memory=keeps_memory)
+        theirs = Side(f"Hugging Face ({key})", make_step, threads=threads)
+        row["agreement"] = check_same_work(warm_up, theirs.turn(WARM_UP_STEPS))
+        _say(f"{title}: {json.dumps(row['agreement'])}")
+        row[key] = _rounds(f"{title}, {key}", mine, theirs, size, rounds)
+        theirs.close()
+    mine.close()
+    return row
+
+
+def _rounds(title: str, mine: Side, theirs: Side, size: Size, rounds: int) -> dict[str, Any]:
+    """Turns of both sides, one after the other, and their spread."""
+    tokens = size.tokens * size.steps_per_turn
+    pairs: list[tuple[Turn, Turn]] = []
+    for number in range(rounds):
+        a, b = mine.turn(size.steps_per_turn), theirs.turn(size.steps_per_turn)
+        pairs.append((a, b))
+        speeds = f"ours {tokens / a.wall_s:,.0f}, Hugging Face {tokens / b.wall_s:,.0f} tokens/s"
+        _say(f"{title}: round {number + 1} of {rounds}: {speeds}, ratio {b.wall_s / a.wall_s:.2f}")
+    return {
+        "ours_tokens_per_s": _spread([tokens / a.wall_s for a, _ in pairs]),
+        "peer_tokens_per_s": _spread([tokens / b.wall_s for _, b in pairs]),
         "ratio": _spread([b.wall_s / a.wall_s for a, b in pairs]),
         "cpu_time_ratio": _spread([b.cpu_s / a.cpu_s for a, b in pairs]),
-        "ours_peak_gib": turns[0][-1].peak_bytes / 2**30,
-        "peer_peak_gib": turns[1][-1].peak_bytes / 2**30,
-        "turns": [[asdict(turn) for turn in side_turns] for side_turns in turns],
+        "ours_peak_gib": pairs[-1][0].peak_bytes / 2**30,
+        "peer_peak_gib": pairs[-1][1].peak_bytes / 2**30,
+        "turns": [[asdict(turn) for turn in pair] for pair in pairs],
     }
 
 
@@ -170,17 +175,23 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| size | documents | ours tokens/s | Hugging Face tokens/s | its experts, attention | ratio (min–max) |",
-        "|---|---|---|---|---|---|",
+        "| size | documents | ours tokens/s | Hugging Face tokens/s | its experts, attention | ratio (min–max) "
+        "| ratio, same allocator | peak GiB, ours / theirs |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        ratio, peer = row["ratio"], row["peer"]
+        plain, kept = (row[key] for key in PEERS)
         lines.append(
-            f"| {row['size']} | {row['documents']} | {row['ours_tokens_per_s']['median']:,.0f} "
-            f"| {row['peer_tokens_per_s']['median']:,.0f} | {peer['experts']}, {peer['attention']} "
-            f"| **{ratio['median']:.2f}** ({ratio['min']:.2f}–{ratio['max']:.2f}) |"
+            f"| {row['size']} | {row['documents']} | {plain['ours_tokens_per_s']['median']:,.0f} "
+            f"| {plain['peer_tokens_per_s']['median']:,.0f} | {row['peer']['experts']}, {row['peer']['attention']} "
+            f"| {_ratio(plain['ratio'])} | {_ratio(kept['ratio'])} "
+            f"| {plain['ours_peak_gib']:.1f} / {plain['peer_peak_gib']:.1f} |"
         )
     return "\n".join(lines)
+
+
+def _ratio(ratio: dict[str, float]) -> str:
+    return f"**{ratio['median']:.2f}** ({ratio['min']:.2f}–{ratio['max']:.2f})"
 
 
 def _machine(threads: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ by `torch.optim.AdamW(fused=True)` with the same two groups and clip gradients t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from amalthea.config.run import RunConfig
 from amalthea.core.world import World
 from amalthea.data.batch import IGNORED, Batch
 from amalthea.interop.glm4_moe import to_hf_config, to_hf_state
+from amalthea.launch.allocator import keep_freed_memory
 from amalthea.model.config import ModelConfig, MoEConfig
 from amalthea.model.init import initialize
 from amalthea.model.transformer import Transformer
@@ -85,13 +87,14 @@ def make_batch(size: Size, *, packed: bool, step: int) -> Batch:
     for row in range(size.sequences):
         cuts = torch.randperm(size.seq_len - 1, generator=generator)[:3].add(1).sort().values if packed else []
         edges = [0, *map(int, cuts), size.seq_len]
-        lengths.append(tuple(end - start for start, end in zip(edges, edges[1:], strict=False)))
+        lengths.append(tuple(end - start for start, end in itertools.pairwise(edges)))
         labels[row, torch.tensor(edges[1:]) - 1] = IGNORED
     return Batch(tokens, labels, tuple(lengths), ("xx",) * size.sequences)
 
 
 def ours(size: Size, *, packed: bool) -> Step:
     """`train_step` as `amalthea train` runs it in one process."""
+    keep_freed_memory()
     config = _run_config(size)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     run = build(config, resolve(config, world_size=1), World())
@@ -103,8 +106,13 @@ def ours(size: Size, *, packed: bool) -> Step:
     return step
 
 
-def hugging_face(size: Size, *, packed: bool, experts: str, attention: str) -> Step:
-    """The plain loop of a careful user of `Glm4MoeForCausalLM`; the class computes its own loss from labels."""
+def hugging_face(size: Size, *, packed: bool, experts: str, attention: str, keeps_memory: bool = False) -> Step:
+    """The plain loop of a careful user of `Glm4MoeForCausalLM`; the class computes its own loss from labels.
+
+    `keeps_memory` gives it the allocator setting that our launcher makes, which is none of Hugging Face's.
+    """
+    if keeps_memory:
+        keep_freed_memory()
     model = _hf_model(size.model, experts=experts, attention=attention)
     adamw = _run_config(size).optim.adamw
     optimizer = torch.optim.AdamW(

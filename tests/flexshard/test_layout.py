@@ -236,6 +236,16 @@ def test_a_slab_is_the_part_of_the_local_tensor_that_it_says(layout: Layout) -> 
             assert torch.equal(view, wanted)
 
 
+def test_neighbouring_experts_of_one_owner_are_one_slab() -> None:
+    """So that a step handles few tensors; with owning replicas as many slabs as owners take turns."""
+    stored = StoredParameter("w", (8, 6, 4), "experts")
+    (slab,) = slabs_of(plan(stored, grid=Grid(1, 2)), rank=1)
+    assert (slab.expert, slab.first, slab.last, slab.units) == (4, 0, 4, (4, 5, 6, 7))
+    shared = slabs_of(plan(stored, grid=Grid(2, 2)), rank=1)
+    assert [slab.units for slab in shared] == [(4,), (5,), (6,), (7,)]
+    assert [slab.owner.replica for slab in shared] in ([0, 1, 0, 1], [1, 0, 1, 0])
+
+
 # Unsound layouts
 
 SOUND = plan(StoredParameter("a", (10, 8), "rows"), StoredParameter("b", (2, 8, 4), "expert_rows"))

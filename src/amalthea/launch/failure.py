@@ -60,7 +60,7 @@ def on_main_rank(work: Callable[[], T], *, world: World) -> T:
     Raises:
         FailedElsewhere: on the other ranks, when rank 0 raised.
 
-    Communication: one object broadcast over the CPU, however long `work` takes.
+    Communication: a barrier and one object broadcast over the CPU, however long `work` takes.
     """
     if world.size == 1:
         return work()
@@ -70,6 +70,8 @@ def on_main_rank(work: Callable[[], T], *, world: World) -> T:
     assert not isinstance(group, int)  # every rank is a member
     assert group is not None
     try:
+        # torch has none here: a rank that is done would close its connections while another one still makes them.
+        dist.barrier(group=group)
         return _share(work, world=world, group=group)
     finally:
         dist.destroy_process_group(group)
