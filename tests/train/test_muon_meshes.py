@@ -10,7 +10,7 @@ import torch
 from support.collectives import Collectives
 from support.muon import draw
 from support.ranks import run_ranks
-from support.tiny import SEQ_LEN, Curve, microbatches, run_steps, tiny_config, whole_state
+from support.tiny import SEQ_LEN, Curve, microbatches, tiny_config, whole_state
 from torch.distributed.tensor import DTensor
 
 from amalthea.config.check import resolve
@@ -74,15 +74,23 @@ def on_one_rank(function: Any, config: RunConfig, *args: Any) -> Any:
 # Fifty steps
 
 
+def learn_by_heart(world: World, config: RunConfig) -> Curve:
+    """Fifty steps over three batches, again and again."""
+    run = build(config, resolve(config, world_size=world.size), world)
+    results = [train_step(run, microbatches(run, step % 3), lr_factor=1.0, tallies=()) for step in range(STEPS)]
+    return Curve([r.loss for r in results], [r.grad_norm for r in results], [], whole_state(run))
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_fifty_steps_give_the_curve_of_one_rank(mesh: str) -> None:
-    one: Curve = on_one_rank(run_steps, single_config(mesh, model__num_layers=1), STEPS)
+    fast = {"model__num_layers": 1, "optim__muon__lr": 0.01, "optim__adamw__lr": 0.003}
+    one: Curve = on_one_rank(learn_by_heart, single_config(mesh, **fast))
     share = {"train__microbatch_sequences": 2} if mesh in ACCUMULATING else {}
-    num_ranks, config = mesh_config(mesh, model__num_layers=1, **share)
+    num_ranks, config = mesh_config(mesh, **fast, **share)
     assert (resolve(config, world_size=num_ranks).accumulation_steps > 1) == (mesh in ACCUMULATING)
-    curves: list[Curve] = run_ranks(num_ranks, run_steps, config, STEPS)
+    curves: list[Curve] = run_ranks(num_ranks, learn_by_heart, config)
     assert curves[0].losses == pytest.approx(one.losses, abs=1e-3)
-    assert one.losses[0] - one.losses[-1] > 0.05, "the run must have learned something"
+    assert one.losses[-1] < 0.8 * one.losses[0], "the run must have learned something"
     for name, value in curves[0].parameters.items():
         assert torch.equal(value, curves[-1].parameters[name]), f"{name} differs between ranks, or replicas"
 

@@ -12,6 +12,7 @@ from amalthea.config.check import ResolvedRun, check_vocab, resolve
 from amalthea.config.run import RunConfig
 from amalthea.core.errors import ConfigError
 from amalthea.core.world import World
+from amalthea.launch.allocator import keep_freed_memory
 from amalthea.launch.failure import on_main_rank, run_together
 from amalthea.launch.manifest import TOKENIZER_FILE, check_same_run, check_writable, write_manifest, write_whole
 from amalthea.launch.paths import cache_dir
@@ -45,6 +46,8 @@ def run(
         if world.is_main:
             raise
         return error.exit_code
+    if world.device == "cpu":
+        keep_freed_memory()
     with process_group(world) as store:
         return run_together(
             lambda: _run(config, resolved, world, run_dir=run_dir, say=say, finish=finish),

@@ -25,7 +25,7 @@ def quickstart() -> RunConfig:
             num_heads=6,
             num_kv_heads=2,
             head_dim=32,
-            moe=MoEConfig(num_experts=16, top_k=2, expert_hidden_size=128, num_shared_experts=1),
+            moe=MoEConfig(num_experts=16, top_k=2, expert_hidden_size=128, num_shared_experts=1, bias_update_rate=1e-2),
             max_seq_len=1024,
         ),
         data=DataConfig(
