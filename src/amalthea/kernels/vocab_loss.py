@@ -80,7 +80,7 @@ class _VocabLoss(torch.autograd.Function):
             kept = labels[chunk] != ignored
             logits = _product(hidden[chunk], weight, out=buffer[: len(kept)])
             losses.append(_losses_and_gradient(logits, labels[chunk].where(kept, 0)[:, None]).where(kept, 0.0).sum())
-            if _is_on_host(hidden) and losses[-1].isinf():
+            if _is_on_host(logits) and losses[-1].isinf():
                 # The softmax of a label was too small for its logarithm.
                 losses[-1] = token_losses(
                     hidden[chunk], weight, labels[chunk], chunk_tokens=chunk_tokens, ignored=ignored

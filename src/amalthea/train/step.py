@@ -76,8 +76,9 @@ def train_step(run: Run, microbatches: Sequence[Batch], *, lr_factor: float, tal
     )
     _check_finite(result)
 
-    if run.config.train.max_grad_norm is not None:
-        run.optimizers.scale_grads(norm=norm, max_norm=run.config.train.max_grad_norm)
+    max_norm = run.config.train.max_grad_norm
+    if max_norm is not None and grad_norm > max_norm:
+        run.optimizers.scale_grads(norm=norm, max_norm=max_norm)
     run.optimizers.step(lr_factor=lr_factor)
     run.optimizers.zero_grad()
     if clip is not None:
