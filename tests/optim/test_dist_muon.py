@@ -102,6 +102,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "polar_express, gram, 7 steps": {"coefficients": "polar_express", "form": "gram", "num_steps": 7},
     "youj": {"coefficients": "youj"},
     "youj, gram": {"coefficients": "youj", "form": "gram"},
+    "fp32 products": {"products": "fp32"},
+    "fp32 products, gram, 6 steps": {"products": "fp32", "form": "gram", "num_steps": 6},
 }
 
 
@@ -113,7 +115,7 @@ def test_every_option_is_the_reference_bit_for_bit(option: str, mesh: str) -> No
 
 
 def test_options_change_the_update() -> None:
-    """So that the test above compares ten things and not one."""
+    """So that the test above compares that many things and not one."""
     made = [reference(steps(Case(Grid(1, 1), FEW), 2, **option))[0] for option in ({}, *OPTIONS.values())]
     for first in range(len(made)):
         for second in range(first):

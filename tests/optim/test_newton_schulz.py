@@ -94,6 +94,27 @@ def follow(sigma: torch.Tensor, coefficients: Coefficients) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("coefficients", SETS)
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("shape", [(64, 256), (160, 64), (48, 48)])
+@pytest.mark.parametrize("steps", [5, 6])
+def test_fp32_products_are_exact_up_to_the_rounding_of_the_result(
+    shape: tuple[int, int], spectrum: Spectrum, coefficients: Coefficients, form: Form, steps: int
+) -> None:
+    """Against the polynomials in float64, from the same bf16 matrix."""
+    steps = 5 if coefficients == "youj" else steps
+    given = draw(spectrum, 3, *shape).bfloat16()
+    out = orthogonalize(given, coefficients=coefficients, form=form, products="fp32", num_steps=steps)
+    assert out.dtype == torch.bfloat16
+    norm = given.float().square().sum((-2, -1), keepdim=True).sqrt().bfloat16()
+    exact = given.double() / norm.double()
+    for a, b, c in polynomials(coefficients, steps):
+        gram = exact @ exact.mT
+        exact = a * exact + (b * gram + c * gram @ gram) @ exact
+    torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("coefficients", "least"), [("quintic", 0.98), ("polar_express", 0.99), ("youj", 0.99)])
 @pytest.mark.parametrize("shape", [*SHAPES, (160, 512), (512, 160), (64, 96)])
 def test_gaussians_come_near_their_polar_factor(

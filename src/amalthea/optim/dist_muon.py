@@ -165,6 +165,7 @@ class DistMuon(torch.optim.Optimizer):
             num_steps=self.config.num_steps,
             coefficients=self.config.coefficients,
             form=self.config.form,
+            products=self.config.products,
             max_elements=self._batch_elements(*matrices.shape[1:]),
             out=matrices,
             scratch=self._scratch,

@@ -63,7 +63,13 @@ class Muon(torch.optim.Optimizer):
     def _update(self, batch: list[torch.Tensor], directions: list[torch.Tensor], *, lr: float) -> None:
         config = self.config
         stack = directions[0] if len(batch) == 1 else torch.stack(directions)
-        updates = orthogonalize(stack, num_steps=config.num_steps, coefficients=config.coefficients, form=config.form)
+        updates = orthogonalize(
+            stack,
+            num_steps=config.num_steps,
+            coefficients=config.coefficients,
+            form=config.form,
+            products=config.products,
+        )
         scale = update_scale(batch[0].shape[-2], batch[0].shape[-1], adjust_lr=config.adjust_lr)
         for parameter, update in zip(batch, [updates] if len(batch) == 1 else updates.unbind(), strict=True):
             parameter.mul_(1 - lr * config.weight_decay)

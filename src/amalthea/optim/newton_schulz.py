@@ -21,6 +21,7 @@ from amalthea.optim.flops import orthogonalize_flops as orthogonalize_flops
 
 Coefficients = Literal["quintic", "polar_express", "youj"]
 Form = Literal["standard", "gram"]
+Products = Literal["bf16", "fp32"]
 Step = tuple[float, float, float]
 """a, b, c of one step."""
 
@@ -43,6 +44,8 @@ _YOUJ = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 GRAM_MIN_ASPECT = 1.5
 """The Gram form costs less from about this ratio of sides; squarer matrices take the standard form."""
@@ -77,6 +80,7 @@ def orthogonalize(
     num_steps: int = 5,
     coefficients: Coefficients = "quintic",
     form: Form = "standard",
+    products: Products = "bf16",
     eps: float = 1e-7,
     max_elements: int = 1 << 26,
     out: torch.Tensor | None = None,
@@ -86,9 +90,9 @@ def orthogonalize(
 
     Shapes: matrices [M, R, C] or [R, C], any float dtype; returns the same shape in bf16, in `out` if given, which may
     be `matrices`. Cast to bf16 *before* the norm is taken (in fp32), so bf16 input gives the same bits as its fp32
-    original. The smaller side is iterated. A zero matrix stays zero; a matrix with a non-finite entry becomes NaN,
-    alone. Memory: from `scratch`, for `max_elements` elements at a time or one matrix, times about two, or three of
-    square ones. Communication: none.
+    original, whatever the dtype of the `products`. The smaller side is iterated. A zero matrix stays zero; a matrix
+    with a non-finite entry becomes NaN, alone. Memory: from `scratch`, for `max_elements` elements at a time or one
+    matrix, times about two, or three of square ones. Communication: none.
     """
     rows, columns = matrices.shape[-2:]
     stack = matrices.view(-1, rows, columns) if matrices.ndim == 2 else matrices
@@ -100,22 +104,38 @@ def orthogonalize(
     groups = _groups_between_restarts(steps) if use_gram else [(step,) for step in steps]
     chunk = max(1, max_elements // max(1, rows * columns))
     for given, part in zip(stack.split(chunk), out.view(stack.shape).split(chunk), strict=True):
-        # X moves between two buffers, once for each group, and so that it ends in `part`.
-        spare = scratch.take("iterate", *part.shape)
-        here, there = (part, spare) if len(groups) % 2 == 0 else (spare, part)
-        _normalize(given, eps=eps, out=here)
-        for group in groups:
-            scalar, polynomial = _collect(_gram(here, scratch), group, scratch)
-            _multiply(here, scalar, polynomial, out=there)
-            here, there = there, here
+        _iterate(given, groups, products=products, eps=eps, out=part, scratch=scratch)
     return out
+
+
+def _iterate(
+    given: torch.Tensor,
+    groups: Sequence[Sequence[Step]],
+    *,
+    products: Products,
+    eps: float,
+    out: torch.Tensor,
+    scratch: Scratch,
+) -> None:
+    """X moves between two buffers, once for each group, and so that it ends in `out`, or in its like in fp32."""
+    dtype = _DTYPES[products]
+    end = out if out.dtype == dtype else scratch.take("result", *out.shape, dtype=dtype)
+    spare = scratch.take("iterate", *out.shape, dtype=dtype)
+    here, there = (end, spare) if len(groups) % 2 == 0 else (spare, end)
+    _normalize(given, eps=eps, out=here)
+    for group in groups:
+        scalar, polynomial = _collect(_gram(here, scratch), group, scratch)
+        _multiply(here, scalar, polynomial, out=there)
+        here, there = there, here
+    if end is not out:
+        out.copy_(end)
 
 
 def _normalize(matrices: torch.Tensor, *, eps: float, out: torch.Tensor) -> None:
     """Divides each matrix by its norm; a norm in bf16 is summed in fp32 and rounded once."""
     x = matrices.to(torch.bfloat16)
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    torch.div(x, norm.clamp(min=eps), out=out)
+    torch.div(x.to(out.dtype), norm.clamp(min=eps), out=out)
 
 
 def _gram(x: torch.Tensor, scratch: Scratch) -> torch.Tensor:
@@ -123,7 +143,7 @@ def _gram(x: torch.Tensor, scratch: Scratch) -> torch.Tensor:
     count, rows, columns = x.shape
     side = min(rows, columns)
     left, right = (x.mT, x) if rows > columns else (x, x.mT)
-    return torch.bmm(left, right, out=scratch.take("gram", count, side, side))
+    return torch.bmm(left, right, out=scratch.take("gram", count, side, side, dtype=x.dtype))
 
 
 def _multiply(x: torch.Tensor, scalar: float, polynomial: torch.Tensor, *, out: torch.Tensor) -> None:
@@ -139,7 +159,7 @@ def _collect(gram: torch.Tensor, group: Sequence[Step], scratch: Scratch) -> tup
     """
 
     def into(name: str) -> torch.Tensor:
-        return scratch.take(name, *gram.shape)
+        return scratch.take(name, *gram.shape, dtype=gram.dtype)
 
     a, b, c = group[0]
     first = torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=into("first polynomial"))

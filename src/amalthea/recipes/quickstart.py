@@ -33,13 +33,13 @@ def quickstart() -> RunConfig:
             tokenizer=TokenizerConfig(vocab_size=vocab_size),
             val_tokens_per_language=1024,
         ),
-        train=TrainConfig(steps=300, global_batch_tokens=4096, microbatch_sequences=16, validate_every_steps=100),
+        train=TrainConfig(steps=200, global_batch_tokens=2048, microbatch_sequences=8, validate_every_steps=100),
         optim=OptimConfig(
             experts="muon",
             matrices="muon",
-            adamw=AdamWConfig(lr=3e-3),
-            muon=MuonConfig(lr=3e-3),
-            schedule=ScheduleConfig(kind="wsd", warmup_steps=20),
+            adamw=AdamWConfig(lr=1e-2),
+            muon=MuonConfig(lr=3e-3, products="fp32"),
+            schedule=ScheduleConfig(kind="wsd", warmup_steps=20, decay_fraction=0.4),
         ),
         checkpoint=CheckpointConfig(every_steps=100),
     )
