@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.configs import small_config
 
-from amalthea.config.check import ResolvedRun, check_vocab, divisors, resolve
+from amalthea.config.check import ResolvedRun, check_vocab, dispatch_node_ranks, divisors, resolve
 from amalthea.config.overrides import apply_overrides
 from amalthea.core.errors import ConfigError
 
@@ -70,6 +70,31 @@ def test_valid_degrees(world_size: int, overrides: list[str], degrees: tuple[int
 )
 def test_invalid_degrees_name_the_valid_ones(world_size: int, overrides: list[str], line: str) -> None:
     assert problems(world_size, *overrides) == (line,)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "local_size", "node_ranks"),
+    [
+        (["parallel.ep=4"], 2, 2),
+        (["parallel.ep=4"], 4, None),
+        (["parallel.ep=4"], 1, None),
+        (["parallel.ep=2"], 4, None),
+        (["parallel.ep=4", "parallel.dispatch=flat"], 2, None),
+        (["parallel.ep=4", "parallel.ranks_per_node=2"], 4, 2),
+        (["parallel.ep=8", "parallel.dispatch=hierarchical"], 4, 4),
+    ],
+)
+def test_tokens_travel_by_node_where_experts_span_several(
+    overrides: list[str], local_size: int, node_ranks: int | None
+) -> None:
+    assert dispatch_node_ranks(apply_overrides(small_config(), overrides), local_size=local_size) == node_ranks
+
+
+@pytest.mark.parametrize(("ep", "local_size"), [(4, 4), (4, 8), (4, 3), (1, 1)])
+def test_dispatch_by_node_within_one_node_is_refused(ep: int, local_size: int) -> None:
+    chosen = [f"parallel.ep={ep}", "parallel.dispatch=hierarchical"]
+    with pytest.raises(ConfigError, match=rf"parallel.dispatch is hierarchical, but parallel.ep {ep} does not span"):
+        dispatch_node_ranks(apply_overrides(small_config(), chosen), local_size=local_size)
 
 
 @pytest.mark.parametrize("world_size", [3, 4, 12, 32])

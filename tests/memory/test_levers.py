@@ -24,6 +24,13 @@ LEVERS: dict[str, dict[str, Any]] = {
         "memory__offload": True,
         "memory__offload_budget_gib": 2.1 * 32 * 32 * 4 / 2**30,
     },
+    "selective": {"memory__recompute": "selective"},
+    "selective every 2, offload": {
+        "memory__recompute": "selective",
+        "memory__keep": ("attention", "experts", "all_to_all"),
+        "memory__blocks_per_group": 2,
+        "memory__offload": True,
+    },
     "unshard_async_op": {"memory__unshard_async_op": True},
     "all": {
         "memory__recompute": "block",
@@ -41,6 +48,7 @@ BREADTH: dict[str, dict[str, Any]] = {
         "memory__recompute": "block",
         "memory__offload": True,
     },
+    "2 passes, selective": {"memory__sequences_per_gather": 2, "memory__recompute": "selective"},
     "2 passes, recompute every 2": {
         "memory__sequences_per_gather": 2,
         "memory__recompute": "block",

@@ -5,18 +5,22 @@ Shape legend: T tokens of a rank, D hidden, E experts, K choices per token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import comb
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.collectives import Collectives
 from support.ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from amalthea.core.world import World
 from amalthea.model.config import MoEConfig
 from amalthea.model.moe import Experts, MoE
 from amalthea.parallel.experts import AllToAllDispatcher
+from amalthea.parallel.hierarchical import HierarchicalDispatcher
 
 D, E = 16, 8
 
@@ -54,8 +58,8 @@ def make_layer(routing: Routing) -> MoE:
     return moe
 
 
-def part_of(whole: MoE, routing: Routing, world: World) -> MoE:
-    """The layer with this rank's experts and tokens sent by all-to-all."""
+def part_of(whole: MoE, routing: Routing, world: World, nodes: int | None = None) -> MoE:
+    """The layer with this rank's experts and tokens sent by all-to-all, straight or by way of so many nodes."""
     part = make_layer(routing)
     mine = slice(world.rank * E // world.size, (world.rank + 1) * E // world.size)
     part.experts = Experts(D, part.router.config)
@@ -63,6 +67,9 @@ def part_of(whole: MoE, routing: Routing, world: World) -> MoE:
         setattr(part.experts, name, nn.Parameter(stack.detach()[mine].clone()))
     assert dist.group.WORLD is not None
     part.dispatcher = AllToAllDispatcher(E, group=dist.group.WORLD)
+    if nodes is not None:
+        mesh = init_device_mesh("cpu", (nodes, world.size // nodes), mesh_dim_names=("node", "local"))
+        part.dispatcher = HierarchicalDispatcher(E, across=mesh.get_group("node"), inside=mesh.get_group("local"))
     return part
 
 
@@ -71,10 +78,10 @@ def close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-6 * max(1.0, float(expected.abs().max())), msg=what)
 
 
-def compare(world: World, routing: Routing) -> int:
+def compare(world: World, routing: Routing, nodes: int | None = None) -> int:
     """Compares output, counts and all gradients with the local layer's; returns how many rows came to this rank."""
     whole = make_layer(routing)
-    part = part_of(whole, routing, world)
+    part = part_of(whole, routing, world, nodes)
     tokens = routing.tokens[world.rank]
     x, upstream = draw(1, tokens, D, seed=100 + world.rank), draw(1, tokens, D, seed=200 + world.rank)
     results = []
@@ -112,10 +119,59 @@ def test_dispatch_equals_local(name: str, num_ranks: int) -> None:
         assert received.count(0) == num_ranks - 1, "all others receive nothing"
 
 
-def send_twice(world: World) -> bool:
+@pytest.mark.parametrize(("num_ranks", "nodes"), [(4, 2), (4, 4), (4, 1), (8, 2), (8, 4)])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_dispatch_by_node_equals_local(name: str, num_ranks: int, nodes: int) -> None:
+    routing = ROUTINGS[name]
+    routing = replace(routing, tokens=routing.tokens * (num_ranks // 4))
+    received = run_ranks(num_ranks, compare, routing, nodes)
+    assert sum(received) == sum(routing.tokens) * routing.top_k
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Rows of [D] that left this rank's node, and those that its routing needs at the least."""
+
+    flat: int
+    by_node: int
+    needed_flat: int
+    needed_by_node: int
+
+
+def cross(world: World, routing: Routing) -> Crossing:
+    """On 2 nodes of 2 ranks, counted from the splits of real all-to-alls of rows."""
+    whole = make_layer(routing)
+    x = draw(1, routing.tokens[world.rank], D, seed=world.rank)
+    choices = whole.router(x).experts
+    home = world.rank // 2
+    node = choices // (E // 2)
+    crossed = []
+    for nodes in (None, 2):
+        part = part_of(whole, routing, world, nodes)
+        with Collectives() as seen:
+            part(x)
+        # Forward sends each row out and its result back: twice the rows of one way, over all ranks.
+        crossed.append(seen.rows_sent(to=lambda rank: rank // 2 != home, columns=D))
+    return Crossing(*crossed, int((node != home).sum()), int((node != home).any(dim=1).sum()))
+
+
+def test_bytes_between_nodes_fall_to_one_row_a_node() -> None:
+    """384 tokens, 4 of 8 experts, 2 nodes: 2 rows of 4 would cross, and 1 − C(4, 4) / C(8, 4) = 0.986 do."""
+    routing = Routing(top_k=4, tokens=(384, 384, 384, 384))
+    crossings = run_ranks(4, cross, routing)
+    ways = [(sum(c.flat for c in crossings), sum(c.needed_flat for c in crossings))]
+    ways.append((sum(c.by_node for c in crossings), sum(c.needed_by_node for c in crossings)))
+    for counted, needed in ways:
+        assert counted == 2 * needed, "out and back"
+    share = ways[1][0] / ways[0][0]
+    expected = (1 - comb(4, 4) / comb(8, 4)) / (4 * 4 / 8)
+    assert share == pytest.approx(expected, rel=0.03)
+
+
+def send_twice(world: World, nodes: int | None) -> bool:
     """Whether two passes give the same bits."""
     routing = ROUTINGS["balanced"]
-    part = part_of(make_layer(routing), routing, world)
+    part = part_of(make_layer(routing), routing, world, nodes)
     x = draw(1, 12, D, seed=world.rank)
     passes = []
     for _ in range(2):
@@ -127,5 +183,6 @@ def send_twice(world: World) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*passes, strict=True))
 
 
-def test_dispatch_repeats_bit_for_bit() -> None:
-    assert run_ranks(4, send_twice) == [True] * 4
+@pytest.mark.parametrize("nodes", [None, 2])
+def test_dispatch_repeats_bit_for_bit(nodes: int | None) -> None:
+    assert run_ranks(4, send_twice, nodes) == [True] * 4

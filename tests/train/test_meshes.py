@@ -17,6 +17,7 @@ MESHES = {
     "hsdp": {"parallel__dp_replicate": 2},
     "ep2-fsdp2": {"parallel__ep": 2},
     "ep4": {"parallel__ep": 4},
+    "ep4-by-node": {"parallel__ep": 4, "parallel__ranks_per_node": 2, "parallel__dispatch": "hierarchical"},
     "hsdp-ep2": {"parallel__dp_replicate": 2, "parallel__ep": 2},
     "hsdp-repeated": {"parallel__dp_replicate": 2, "optim__replicas": "repeated"},
 }

@@ -22,8 +22,8 @@ from amalthea.train.records import Recorder
 QUIET = LoggingConfig(tensorboard=False, every_steps=5)
 TRAIN_KEYS = {
     "kind", "time", "step", "loss", "aux_loss", "z_loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s",
-    "data_s", "peak_allocated_bytes", "peak_reserved_bytes", "expert_imbalance", "expert_imbalance_by_layer",
-    "tokens_dropped", "tokens_by_language",
+    "data_s", "peak_allocated_bytes", "peak_reserved_bytes", "stranded_bytes", "num_alloc_retries",
+    "expert_imbalance", "expert_imbalance_by_layer", "tokens_dropped", "tokens_by_language",
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """What crosses components: do ranks, degrees, batch and model fit together?
 
-Arithmetic only, before anything is built. The mesh is `dp_replicate · dp_shard` ranks, where
-`dp_shard = ep · efsdp`; every rank reads other sequences, so all of them are data-parallel.
+Arithmetic only, before anything is built. The mesh is `dp_replicate · dp_shard · cp` ranks, where
+`dp_shard · cp = ep · efsdp`; every rank reads other sequences, or along `cp` other positions of them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ class ResolvedRun:
 
     dp_replicate: int
     dp_shard: int
+    cp: int
     ep: int
     efsdp: int
     num_data_ranks: int
@@ -26,14 +27,19 @@ class ResolvedRun:
     sequences_per_rank: int
     """Of one optimizer step."""
     microbatch_sequences: int
-    """In one pass through a group of blocks."""
+    """In one pass through a group of blocks; with `cp` the rank has its part of each."""
     gather_sequences: int
     """In all passes under one gather of a group's parameters: what the model is given at a time."""
     accumulation_steps: int
 
     @property
     def world_size(self) -> int:
-        return self.dp_replicate * self.dp_shard
+        return self.dp_replicate * self.fsdp
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that share one replica's parameters."""
+        return self.dp_shard * self.cp
 
 
 def resolve(config: RunConfig, *, world_size: int) -> ResolvedRun:
@@ -45,8 +51,9 @@ def resolve(config: RunConfig, *, world_size: int) -> ResolvedRun:
     dp_shard = _dp_shard(config, world_size)
     problems = [
         *_mesh_problems(config, world_size, dp_shard),
-        *_expert_problems(config, world_size, dp_shard),
+        *_expert_problems(config, dp_shard),
         *_batch_problems(config, world_size),
+        *_context_problems(config),
         *_length_problems(config),
         *_optim_problems(config),
     ]
@@ -54,21 +61,43 @@ def resolve(config: RunConfig, *, world_size: int) -> ResolvedRun:
         raise ConfigError(*problems)
     assert dp_shard is not None
     global_batch_sequences = config.train.global_batch_tokens // config.data.seq_len
-    sequences_per_rank = global_batch_sequences // world_size
+    num_data_ranks = world_size // config.parallel.cp
+    sequences_per_rank = global_batch_sequences // num_data_ranks
     microbatch = _microbatch(config, sequences_per_rank)
     gather_sequences = microbatch * config.memory.sequences_per_gather
     return ResolvedRun(
         dp_replicate=config.parallel.dp_replicate,
         dp_shard=dp_shard,
+        cp=config.parallel.cp,
         ep=config.parallel.ep,
-        efsdp=dp_shard // config.parallel.ep,
-        num_data_ranks=world_size,
+        efsdp=dp_shard * config.parallel.cp // config.parallel.ep,
+        num_data_ranks=num_data_ranks,
         global_batch_sequences=global_batch_sequences,
         sequences_per_rank=sequences_per_rank,
         microbatch_sequences=microbatch,
         gather_sequences=gather_sequences,
         accumulation_steps=sequences_per_rank // gather_sequences,
     )
+
+
+def dispatch_node_ranks(config: RunConfig, *, local_size: int) -> int | None:
+    """Ranks of the axis `ep` on one node where tokens travel by node, none where they go straight to ranks.
+
+    `local_size` is the ranks that were started on this node.
+
+    Raises:
+        ConfigError: `hierarchical` was asked for, and `ep` doesn't span several whole nodes.
+    """
+    parallel = config.parallel
+    per_node = local_size if parallel.ranks_per_node == "auto" else parallel.ranks_per_node
+    spans_nodes = 1 < per_node < parallel.ep and parallel.ep % per_node == 0
+    if parallel.dispatch == "hierarchical" and not spans_nodes:
+        raise ConfigError(
+            f"parallel.dispatch is hierarchical, but parallel.ep {parallel.ep} does not span several whole nodes of "
+            f"{_ranks(per_node)}; set parallel.ep to a multiple of the ranks of a node, parallel.ranks_per_node to "
+            "what a node has, or parallel.dispatch=flat"
+        )
+    return per_node if spans_nodes and parallel.dispatch != "flat" else None
 
 
 def check_vocab(config: RunConfig, *, tokenizer_vocab_size: int) -> None:
@@ -94,43 +123,66 @@ def _dp_shard(config: RunConfig, world_size: int) -> int | None:
     """The degree, `None` where the replicas leave no whole number of ranks."""
     if config.parallel.dp_shard != "auto":
         return config.parallel.dp_shard
-    shard, rest = divmod(world_size, config.parallel.dp_replicate)
+    shard, rest = divmod(world_size, config.parallel.dp_replicate * config.parallel.cp)
     return shard if rest == 0 else None
 
 
 def _mesh_problems(config: RunConfig, world_size: int, dp_shard: int | None) -> Iterator[str]:
-    replicate = config.parallel.dp_replicate
-    if dp_shard is None:
+    replicate, cp = config.parallel.dp_replicate, config.parallel.cp
+    if world_size % replicate:
         yield (
             f"parallel.dp_replicate is {replicate}, which does not divide the {_ranks(world_size)} of this run; "
             f"valid: {_list(divisors(world_size))}"
         )
-    elif replicate * dp_shard != world_size:
+    elif world_size // replicate % cp:
         yield (
-            f"parallel.dp_replicate {replicate} · parallel.dp_shard {dp_shard} make "
-            f"{_ranks(replicate * dp_shard)}, but this run has {world_size}; set parallel.dp_shard=auto "
-            f"or start {replicate * dp_shard}"
+            f"parallel.cp is {cp}, which does not divide the {_ranks(world_size // replicate)} of a replica; "
+            f"valid: {_list(divisors(world_size // replicate))}"
+        )
+    elif dp_shard is not None and replicate * dp_shard * cp != world_size:
+        degrees = f"parallel.dp_replicate {replicate} · parallel.dp_shard {dp_shard}"
+        degrees += f" · parallel.cp {cp}" if cp > 1 else ""
+        yield (
+            f"{degrees} make {_ranks(replicate * dp_shard * cp)}, but this run has {world_size}; "
+            f"set parallel.dp_shard=auto or start {replicate * dp_shard * cp}"
         )
 
 
-def _expert_problems(config: RunConfig, world_size: int, dp_shard: int | None) -> Iterator[str]:
-    ep, num_experts = config.parallel.ep, config.model.moe.num_experts
-    fitting = [d for d in divisors(num_experts) if dp_shard is None or dp_shard % d == 0]
+def _expert_problems(config: RunConfig, dp_shard: int | None) -> Iterator[str]:
+    ep, num_experts, cp = config.parallel.ep, config.model.moe.num_experts, config.parallel.cp
+    fitting = [d for d in divisors(num_experts) if dp_shard is None or dp_shard * cp % d == 0]
     if ep not in fitting:
         must_divide = f"model.moe.num_experts {num_experts}"
         if dp_shard is not None:
-            must_divide = f"both parallel.dp_shard {dp_shard} and {must_divide}"
+            shards = f"parallel.dp_shard {dp_shard}" + (f" · parallel.cp {cp}" if cp > 1 else "")
+            must_divide = f"both {shards} and {must_divide}"
         yield f"parallel.ep is {ep}, but must divide {must_divide}; valid: {_list(fitting)}"
 
 
+def _context_problems(config: RunConfig) -> Iterator[str]:
+    cp, heads, kv_heads = config.parallel.cp, config.model.num_heads, config.model.num_kv_heads
+    if heads % cp or (kv_heads % cp and cp % kv_heads):
+        fitting = [d for d in divisors(heads) if kv_heads % d == 0 or d % kv_heads == 0]
+        yield (
+            f"parallel.cp is {cp}, but must divide model.num_heads {heads}, and divide model.num_kv_heads {kv_heads} "
+            f"or be a multiple of it; valid: {_list(fitting)}"
+        )
+    if config.data.seq_len % cp:
+        yield (
+            f"parallel.cp is {cp}, but must divide data.seq_len {config.data.seq_len}; "
+            f"valid: {_list(divisors(config.data.seq_len))}"
+        )
+
+
 def _batch_problems(config: RunConfig, world_size: int) -> Iterator[str]:
-    tokens, unit = config.train.global_batch_tokens, config.data.seq_len * world_size
+    data_ranks = max(1, world_size // config.parallel.cp)
+    tokens, unit = config.train.global_batch_tokens, config.data.seq_len * data_ranks
     if tokens % unit:
         below = tokens // unit * unit
         nearest = [below, below + unit] if below else [unit]
         yield (
             f"train.global_batch_tokens is {tokens}, but must be a multiple of data.seq_len "
-            f"{config.data.seq_len} · {_ranks(world_size)} = {unit}; nearest: {_list(nearest)}"
+            f"{config.data.seq_len} · {_ranks(data_ranks)} = {unit}; nearest: {_list(nearest)}"
         )
         return
     sequences_per_rank = tokens // unit

@@ -16,6 +16,8 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
+from amalthea.kernels.device import on_gpu
+
 # What a call for one more document costs on a CPU, in score entries per head (measured: about 0.2 ms against
 # 16 M entries a millisecond and head at d = 32).
 _CALL_COST = 30_000
@@ -104,7 +106,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, do
 
     Shapes: query [B, S, H, d]; key and value [B, S, G, d] with H a multiple of G. Returns [B, S, H, d].
     """
-    if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
+    if on_gpu(query) and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query, key, value, documents)
     if documents.are_whole:
         return _sdpa(query, key, value, is_causal=True)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from amalthea.kernels.device import on_host
+
 
 def sort_by_expert(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sorts slots by expert, keeping tokens in order within an expert.
@@ -72,6 +74,6 @@ def _spread(tokens: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tens
 
 
 def _gather_sum(rows: torch.Tensor, place: torch.Tensor, top_k: int) -> torch.Tensor:
-    if rows.is_cpu and rows.dtype == torch.float32:
+    if on_host(rows) and rows.dtype == torch.float32:
         return F.embedding_bag(place.view(-1, top_k), rows.contiguous(), mode="sum")
     return rows.index_select(0, place).view(-1, top_k, rows.shape[1]).sum(dim=1)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from amalthea.kernels.device import on_host
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
     """x / √(mean(x²) + eps) · weight over the last dimension.
@@ -20,7 +22,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tens
     Shapes: x […, D]; weight [D]; returns x's shape. Memory on a CPU: the output; backward keeps x and one number per
     row. Source: Zhang and Sennrich (arXiv 1910.07467).
     """
-    if x.is_cpu and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64):
+    if on_host(x) and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64):
         return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
     return F.rms_norm(x, weight.shape, weight, eps)
 

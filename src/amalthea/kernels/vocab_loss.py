@@ -13,6 +13,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from amalthea.core.errors import ConfigError
+from amalthea.core.units import GIB
+
+
+def chunk_tokens(*, budget_gib: float, vocab_size: int, dtype: torch.dtype) -> int:
+    """The most tokens in a chunk whose logits, with what is made of them, stay within a budget.
+
+    `dtype` is the model's: logits are held in fp32, and below fp32 a second time in `dtype`. Raises ConfigError where
+    the budget holds not one token.
+    """
+    bytes_per_logit = 4 if dtype == torch.float32 else 4 + dtype.itemsize
+    tokens = int(budget_gib * GIB) // (vocab_size * bytes_per_logit)
+    if tokens < 1:
+        needed_gib = vocab_size * bytes_per_logit / GIB
+        raise ConfigError(
+            f"memory.loss_budget_gib is {budget_gib}, but the logits of one token over {vocab_size} entries take "
+            f"{needed_gib:.2g} GiB; set it to {needed_gib * 256:.2g} or more for chunks of 256 tokens"
+        )
+    return tokens
+
 
 def vocab_loss_sum(
     hidden: torch.Tensor,
@@ -89,6 +109,7 @@ class _VocabLoss(torch.autograd.Function):
             # Rows without a label get no gradient. Their zeros go in where rows are D wide, not V.
             torch.mm(logits_grad, weight, out=hidden_grad[chunk]).mul_(kept[:, None])
             _add_product(weight_grad, logits_grad, hidden[chunk] * kept[:, None])
+            del logits_grad  # else it would lie beside the next chunk's product
         ctx.save_for_backward(hidden_grad, weight_grad.to(weight.dtype))
         return torch.stack(losses).sum()
 

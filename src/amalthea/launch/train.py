@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from amalthea.config.check import ResolvedRun, check_vocab, resolve
+from amalthea.config.check import ResolvedRun, check_vocab, dispatch_node_ranks, resolve
 from amalthea.config.run import RunConfig
 from amalthea.core.errors import ConfigError
 from amalthea.core.world import World
@@ -76,6 +76,9 @@ def chosen_automatically(config: RunConfig, resolved: ResolvedRun, world: World)
         chosen["device"] = world.device
     if config.parallel.dp_shard == "auto":
         chosen["parallel.dp_shard"] = resolved.dp_shard
+    if config.parallel.dispatch == "auto":
+        by_node = dispatch_node_ranks(config, local_size=world.local_size) is not None
+        chosen["parallel.dispatch"] = "hierarchical" if by_node else "flat"
     return chosen
 
 

@@ -5,6 +5,8 @@ Shape legend: B sequences, S tokens per sequence, D hidden, H query heads, G key
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import nn
 
@@ -49,16 +51,36 @@ class Rope(nn.Module):
         return rotate(x, self.cos[:seq_len], self.sin[:seq_len])
 
 
+class Exchange(Protocol):
+    """Whole sequences for attention, where each rank holds a part of their positions."""
+
+    def to_heads(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """All heads of some positions → some heads of all positions."""
+        ...
+
+    def to_positions(self, attended: torch.Tensor) -> torch.Tensor:
+        """And back."""
+        ...
+
+    def all_heads(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of this rank's heads → of all heads, −∞ for the heads of others."""
+        ...
+
+
 class Attention(nn.Module):
     """Causal attention inside documents, with optional RMSNorm on queries and keys.
 
-    Where `track_max_logits` is set (for QK-clip), forward also returns the largest logit of each head.
+    Where `track_max_logits` is set (for QK-clip), forward also returns the largest logit of each head. Context
+    parallelism sets `exchange`.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.track_max_logits = False
+        self.exchange: Exchange | None = None
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.wq = nn.Linear(config.hidden_size, query_size, bias=False)
         self.wk = nn.Linear(config.hidden_size, kv_size, bias=False)
@@ -68,17 +90,23 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: torch.Tensor, documents: Documents, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [B, S, D] → [B, S, D], and the largest logits fp32 [H], empty where they are not tracked."""
+        """x [B, S, D] → [B, S, D], and the largest logits fp32 [H], empty where they are not tracked.
+
+        With an exchange S is this rank's part of the positions; `documents` are those of whole sequences.
+        """
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.wq, self.wk, self.wv)
         )
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
+        if self.exchange is not None:
+            query, key, value = self.exchange.to_heads(query, key, value)
         query, key = rope(query), rope(key)
         out = attention(query, key, value, documents=documents)
-        largest = (
-            max_logits(query, key, documents=documents)
-            if self.track_max_logits
-            else torch.empty(0, dtype=torch.float32, device=x.device)
-        )
+        largest = torch.empty(0, dtype=torch.float32, device=x.device)
+        if self.track_max_logits:
+            largest = max_logits(query, key, documents=documents)
+        if self.exchange is not None:
+            out = self.exchange.to_positions(out)
+            largest = self.exchange.all_heads(largest) if self.track_max_logits else largest
         return self.wo(out.flatten(-2)), largest

@@ -10,6 +10,7 @@ F expert hidden, N = T·K rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,6 +43,8 @@ class Router(nn.Module):
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
         self.register_buffer("bias", torch.zeros(config.num_experts, dtype=torch.float32))
+        # Over the ranks that share a sequence; context parallelism sets it.
+        self.sequence_sum: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> Routing:
         """x [B, S, D]. Source: DeepSeek-V3 (arXiv 2412.19437) eq. 12-20; ST-MoE (arXiv 2202.08906) eq. 5."""
@@ -63,7 +66,9 @@ class Router(nn.Module):
             # Load share of each expert in its sequence, 1 where balanced: no gradient, so counts suffice.
             chosen = experts.flatten(1)
             load = torch.zeros_like(scores[:, 0]).scatter_add_(1, chosen, scores.new_ones(chosen.shape))
-            share = load * (config.num_experts / chosen.shape[1])
+            if self.sequence_sum is not None:
+                load = self.sequence_sum(load)
+            share = load * (config.num_experts / load.sum(dim=1, keepdim=True))
             affinity = (scores / (scores.sum(-1, keepdim=True) + 1e-20)).sum(dim=1)
             balance = config.aux_loss_coef * (share * affinity).sum()
         if config.z_loss_coef:

@@ -8,13 +8,14 @@ that reshard.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from amalthea.core.errors import PlacementError
 from amalthea.core.pieces import Piece, Pieces
@@ -26,6 +27,7 @@ from amalthea.optim.assign import OptimizerName, assign_all, stored_parameter
 from amalthea.optim.config import OptimConfig
 from amalthea.optim.dist_muon import DistMuon
 from amalthea.optim.flops import orthogonalize_flops
+from amalthea.optim.resting import Rest, RestingAdamW, RestingMuon
 
 _BUCKET_ELEMENTS = 1 << 26
 
@@ -50,8 +52,9 @@ class Place:
 class Optimizers:
     """All optimizers of a model, stepped together.
 
-    A step is `reduce_over_replicas`, `grad_norm`, by choice `scale_grads`, then `step`. Raises PlacementError where a
-    parameter's storage is not one that the planner knows.
+    A step is `reduce_over_replicas`, `grad_norm`, by choice `scale_grads`, then `step`. With `rest`, state rests there
+    and comes a batch at a time; `offsets_of` says where this rank's part of a parameter begins. Raises PlacementError
+    where a parameter's storage is not one that the planner knows.
     """
 
     def __init__(
@@ -62,8 +65,11 @@ class Optimizers:
         place: Place | None = None,
         head_dim: int = 1,
         experts_by_rows: bool = False,
+        rest: Rest | None = None,
+        offsets_of: Callable[[str, nn.Parameter], tuple[int, ...]] | None = None,
     ) -> None:
         self.place = place or Place()
+        self.rest, self._offsets_of = rest, offsets_of
         self.parameters = dict(named_parameters)
         self.assignments = assign_all(((name, tuple(p.shape)) for name, p in self.parameters.items()), config)
         self._locals = {name: nn.Parameter(local_tensor(p.data)) for name, p in self.parameters.items()}
@@ -84,8 +90,11 @@ class Optimizers:
             ]
             self.muon = self._build_muon(config, stored)
         if names := self._names("adamw"):
-            self.adamw = _build_adamw(config, [self._locals[name] for name in names])
-            self._make_adamw_state(self.adamw, names)
+            self.adamw = _build_adamw(config, [self._locals[name] for name in names], rest)
+            if isinstance(self.adamw, RestingAdamW):
+                self._name_resting_state(self.adamw, names)
+            else:
+                self._make_adamw_state(self.adamw, names)
 
     def _names(self, optimizer: OptimizerName) -> list[str]:
         return [a.name for a in self.assignments if a.optimizer == optimizer]
@@ -95,7 +104,8 @@ class Optimizers:
         # Without owning replicas each replica plans, and works, as if it were alone.
         grid = place.grid if place.owning else Grid(1, place.grid.num_ranks, place.grid.ep)
         cost = partial(orthogonalize_flops, num_steps=config.muon.num_steps)
-        return DistMuon(
+        kind = DistMuon if self.rest is None else partial(RestingMuon, rest=self.rest)
+        return kind(
             [self._locals[parameter.name] for parameter in stored],
             config=config.muon,
             layout=plan_layout(stored, grid, cost=cost),
@@ -134,8 +144,24 @@ class Optimizers:
             adamw.state[self._locals[name]] = {key: local_tensor(value) for key, value in state.items()}
             self._adamw_state |= {f"{name}.{key}": value for key, value in state.items()}
 
+    def _name_resting_state(self, adamw: RestingAdamW, names: list[str]) -> None:
+        for name in names:
+            for key, tensor in adamw.state[self._locals[name]].items():
+                self._adamw_state[f"{name}.{key}"] = tensor if key == "step" else self._as_saved(name, tensor)
+
+    def _as_saved(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A DTensor would have to lie where its mesh is; pieces may lie anywhere."""
+        parameter = self.parameters[name]
+        if not isinstance(parameter, DTensor):
+            return tensor
+        assert self._offsets_of is not None
+        pieces = [Piece(self._offsets_of(name, parameter), tensor)] if tensor.numel() else []
+        return Pieces(parameter.shape, tensor.dtype, pieces)
+
     def named_state(self) -> dict[str, torch.Tensor]:
-        """Every state tensor by `PARAMETER.KEY`, sharing memory with the optimizers."""
+        """Every state tensor by `PARAMETER.KEY`, sharing memory with the optimizers; what rests elsewhere is there."""
+        if self.rest is not None:
+            self.rest.settle()
         state: dict[str, torch.Tensor] = dict(self._adamw_state)
         if self.muon is not None:
             state |= {f"{name}.momentum": pieces for name, pieces in _momentum_pieces(self.muon).items()}
@@ -216,14 +242,15 @@ class Optimizers:
         return [p.grad for p in self.muon.params if p.grad is not None]
 
 
-def _build_adamw(config: OptimConfig, parameters: list[nn.Parameter]) -> torch.optim.AdamW:
+def _build_adamw(config: OptimConfig, parameters: list[nn.Parameter], rest: Rest | None) -> torch.optim.AdamW:
     """Weight decay falls on matrices only: norms are scales, not directions."""
     adamw = config.adamw
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": adamw.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    kind = torch.optim.AdamW if rest is None else partial(RestingAdamW, rest=rest)
+    return kind(
         [group for group in groups if group["params"]],
         lr=adamw.lr,
         betas=(adamw.beta1, adamw.beta2),

@@ -10,14 +10,23 @@ from amalthea.core.component import Component
 
 
 class ParallelConfig(Component):
-    """Degrees of the mesh axes: `dp_replicate · dp_shard` ranks, where `dp_shard = ep · efsdp`."""
+    """Degrees of the mesh axes: `dp_replicate · dp_shard · cp` ranks, where `dp_shard · cp = ep · efsdp`."""
 
     dp_replicate: PositiveInt = 1
     """Replicas of the model (HSDP)."""
     dp_shard: PositiveInt | Literal["auto"] = "auto"
-    """Ranks that share one replica (FSDP); `auto` takes what the replicas leave."""
+    """Shares of the batch in one replica; with `cp` it makes up the ranks that share one replica (FSDP). `auto` takes
+    what the other degrees leave."""
+    cp: PositiveInt = 1
+    """Ranks that share each sequence, for sequences longer than one rank can hold; divides the sequence length and
+    the query heads."""
     ep: PositiveInt = 1
-    """Ranks that share one copy of the routed experts; divides `dp_shard` and the number of experts."""
+    """Ranks that share one copy of the routed experts; divides `dp_shard · cp` and the number of experts."""
+    dispatch: Literal["auto", "flat", "hierarchical"] = "auto"
+    """How tokens travel to experts: `flat` sends one row per expert, `hierarchical` one per node that holds any of a
+    token's experts, and fans out there. `auto` is hierarchical where `ep` spans several whole nodes."""
+    ranks_per_node: PositiveInt | Literal["auto"] = "auto"
+    """For the dispatch; `auto` takes the ranks that were started on this node."""
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass and gather them again in backward."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"

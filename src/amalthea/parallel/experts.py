@@ -5,6 +5,7 @@ Shape legend: T tokens of this rank, K choices, N = T·K rows, D hidden, E exper
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ class AllToAllDispatcher:
     def __init__(self, num_experts: int, *, group: dist.ProcessGroup) -> None:
         self.num_experts = num_experts
         self.group = group
+        self.read_splits: Callable[[torch.Tensor], list[list[int]]] = torch.Tensor.tolist
+        """Brings the rows sent to and received from each rank, [2, P], to the host; plans replace it."""
 
     def __call__(self, x: torch.Tensor, routing: Routing, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
         order, place, counts = sort_by_expert(routing.experts, self.num_experts)
@@ -48,10 +51,10 @@ class AllToAllDispatcher:
         weights = to_rows(routing.weights.reshape(-1, 1), order=order, place=place)
 
         received, sent_splits, received_splits = self._exchange_counts(counts)
-        rows = _AllToAll.apply(rows, received_splits, sent_splits, self.group)
-        weights = _AllToAll.apply(weights, received_splits, sent_splits, self.group)
-        rows = _by_expert(rows, weights, received, experts)
-        rows = _AllToAll.apply(rows, sent_splits, received_splits, self.group)
+        rows = AllToAll.apply(rows, received_splits, sent_splits, self.group)
+        weights = AllToAll.apply(weights, received_splits, sent_splits, self.group)
+        rows = run_by_expert(rows, weights, received, experts)
+        rows = AllToAll.apply(rows, sent_splits, received_splits, self.group)
 
         top_k = routing.experts.shape[1]
         return sum_to_tokens(rows, order=order, place=place, top_k=top_k), counts
@@ -63,11 +66,11 @@ class AllToAllDispatcher:
         dist.all_to_all_single(received, counts, group=self.group)
         both = torch.stack((counts, received)).view(2, num_ranks, -1)
         # The uneven all-to-all takes its splits from the host: the one wait for the device in a layer.
-        sent_splits, received_splits = both.sum(dim=-1).tolist()
+        sent_splits, received_splits = self.read_splits(both.sum(dim=-1))
         return both[1], sent_splits, received_splits
 
 
-def _by_expert(rows: torch.Tensor, weights: torch.Tensor, received: torch.Tensor, experts: Experts) -> torch.Tensor:
+def run_by_expert(rows: torch.Tensor, weights: torch.Tensor, received: torch.Tensor, experts: Experts) -> torch.Tensor:
     """Runs received rows, which lie by (sender, expert), through their experts, and returns them in that order."""
     num_senders, num_local = received.shape
     expert = torch.arange(num_local, device=rows.device).repeat(num_senders)
@@ -79,25 +82,26 @@ def _by_expert(rows: torch.Tensor, weights: torch.Tensor, received: torch.Tensor
     return to_rows(out, order=place, place=order)
 
 
-class _AllToAll(torch.autograd.Function):
-    """Uneven all-to-all of rows whose gradient is the all-to-all back."""
+class AllToAll(torch.autograd.Function):
+    """Uneven all-to-all of rows (`all_to_all`) whose gradient is the all-to-all back."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: torch.Tensor, out_splits: list[int], in_splits: list[int], group: dist.ProcessGroup
     ) -> torch.Tensor:
         ctx.splits, ctx.group = (out_splits, in_splits), group
-        return _all_to_all(rows, out_splits, in_splits, group)
+        return all_to_all(rows, out_splits, in_splits, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         out_splits, in_splits = ctx.splits
-        return _all_to_all(grads[0], in_splits, out_splits, ctx.group), None, None, None
+        return all_to_all(grads[0], in_splits, out_splits, ctx.group), None, None, None
 
 
-def _all_to_all(
+def all_to_all(
     rows: torch.Tensor, out_splits: list[int], in_splits: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
+    """Sends `in_splits` rows to each rank and returns the `out_splits` rows that come from each."""
     out = rows.new_empty((sum(out_splits), *rows.shape[1:]))
     dist.all_to_all_single(out, rows.contiguous(), out_splits, in_splits, group=group)
     return out

@@ -29,7 +29,7 @@ def apply_fsdp(
 ) -> None:
     """Wraps groups of blocks, embedding, head and the root, each one unit of gathering.
 
-    Routed experts are sharded over `efsdp`, everything else over `dp_shard`. With replicas, gradients are either
+    Routed experts are sharded over `efsdp`, everything else over `fsdp`. With replicas, gradients are either
     all-reduced over them here (HSDP) or left as each replica's own sum, for the optimizer to reduce to owners.
     Gradients are *summed* everywhere: the loss is divided by the global number of labels beforehand, which is right
     under any accumulation and any number of ranks. Communication in training: an all-gather in forward and
@@ -40,7 +40,7 @@ def apply_fsdp(
     )
 
     with_replicas = reduce_over_replicas and mesh.dp_replicate > 1
-    dense = _axes(mesh.dense, "dp_shard", with_replicas)
+    dense = _axes(mesh.dense, "fsdp", with_replicas)
     place = _expert_placement(model, mesh, with_replicas)
 
     def shard(module: nn.Module, *, reshard: bool) -> None:
@@ -82,7 +82,7 @@ def set_unshard_async_op(model: Transformer, *, enabled: bool) -> None:
 def _expert_placement(
     model: Transformer, mesh: Mesh, with_replicas: bool
 ) -> Callable[[nn.Parameter], Shard | ShardPlacementResult | None]:
-    """Routed experts go over `efsdp` instead of `dp_shard`, in the same unit as the rest of their group.
+    """Routed experts go over `efsdp` instead of `fsdp`, in the same unit as the rest of their group.
 
     One unit is what lets several passes, and several blocks, share one gather; experts as a unit of their own would be
     gathered by each call.

@@ -184,7 +184,7 @@ def default_gpus(config: RunConfig) -> int:
     `parallel.dp_replicate` that says how many replicas these make.
     """
     if config.parallel.dp_shard != "auto":
-        return config.parallel.dp_replicate * config.parallel.dp_shard
+        return config.parallel.dp_replicate * config.parallel.dp_shard * config.parallel.cp
     sequences = config.train.global_batch_tokens // config.data.seq_len
     return max(1, sequences // config.train.microbatch_sequences)
 
@@ -231,7 +231,7 @@ def _grid(config: RunConfig, num_gpus: int) -> Grid:
         raise ValueError(f"{num_gpus} GPUs")
     batch = config.train.model_copy(update={"global_batch_tokens": num_gpus * config.data.seq_len})
     resolved = resolve(config.model_copy(update={"train": batch}), world_size=num_gpus)
-    return Grid(resolved.dp_replicate, resolved.dp_shard, resolved.ep)
+    return Grid(resolved.dp_replicate, resolved.fsdp, resolved.ep)
 
 
 def _expert_storage(config: RunConfig, by_rows: bool) -> ExpertStorage:

@@ -8,19 +8,23 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from amalthea.config.check import ResolvedRun
+from amalthea.config.check import ResolvedRun, dispatch_node_ranks
 from amalthea.config.run import RunConfig
 from amalthea.core.world import World
 from amalthea.flexshard.layout import Grid
-from amalthea.memory.copies import copies_for
+from amalthea.kernels.vocab_loss import chunk_tokens
+from amalthea.memory.copies import Copies, copies_for
 from amalthea.memory.offload import OffloadPlan, apply_offload, host_available_bytes, plan_offload
 from amalthea.memory.recompute import apply_recompute
+from amalthea.memory.state import HostState
 from amalthea.model.blocks import BlockGroup
 from amalthea.model.init import initialize
 from amalthea.model.transformer import Transformer
 from amalthea.optim.build import Optimizers, Place
+from amalthea.parallel.context import apply_context_parallel
 from amalthea.parallel.experts import apply_expert_parallel
 from amalthea.parallel.fsdp import apply_fsdp, experts_are_cut, set_unshard_async_op
+from amalthea.parallel.hierarchical import apply_hierarchical_dispatch
 from amalthea.parallel.mesh import Mesh, build_mesh
 from amalthea.parallel.shards import local_part
 
@@ -52,30 +56,58 @@ class Run:
         return model | {f"optim.{name}": tensor for name, tensor in self.optimizers.named_state().items()}
 
 
-def build(config: RunConfig, resolved: ResolvedRun, world: World) -> Run:
+def build(
+    config: RunConfig,
+    resolved: ResolvedRun,
+    world: World,
+    *,
+    copies: Copies | None = None,
+    host_bytes: int | None = None,
+) -> Run:
     """Builds the run on this rank; every rank calls it together, with a default process group.
 
+    `copies` moves boundaries and state to the host and back, by default the device's own engine; `host_bytes` is the host memory
+    that one rank may take for them, by default its share of what is free.
     Communication: process groups of the mesh, and a comparison of plans. Memory: this rank's parameters and optimizer
     state. Raises PlacementError where ranks planned differently.
     """
-    mesh = build_mesh(world, dp_replicate=resolved.dp_replicate, dp_shard=resolved.dp_shard, ep=resolved.ep)
+    mesh = build_mesh(
+        world,
+        dp_replicate=resolved.dp_replicate,
+        dp_shard=resolved.dp_shard,
+        ep=resolved.ep,
+        cp=resolved.cp,
+        node_ranks=dispatch_node_ranks(config, local_size=world.local_size),
+    )
 
     with torch.device("meta"):
         model = Transformer(config.model, blocks_per_group=config.memory.blocks_per_group)
+    if config.memory.loss_budget_gib is not None:
+        model.head.chunk_tokens = chunk_tokens(
+            budget_gib=config.memory.loss_budget_gib,
+            vocab_size=config.model.vocab_size,
+            dtype=_DTYPES[config.precision],
+        )
     for block in model.blocks:
         block.attn.track_max_logits = config.optim.qk_clip is not None
     for group in model.groups:
         cast(BlockGroup, group).sequences_per_pass = resolved.microbatch_sequences
     if resolved.ep > 1:
         apply_expert_parallel(model, mesh.experts["ep"])
-    if config.memory.recompute == "block":
-        apply_recompute(model)
+    if mesh.dispatch is not None:
+        apply_hierarchical_dispatch(model, mesh.dispatch)
+    if resolved.cp > 1:
+        apply_context_parallel(model, mesh.sequences["cp"])
+    if config.memory.recompute != "none":
+        apply_recompute(model, keep=config.memory.keep if config.memory.recompute == "selective" else ())
     offload = None
+    copies = copies or copies_for(torch.device(world.torch_device))
+    if host_bytes is None:
+        host_bytes = host_available_bytes() // world.local_size
     if config.memory.offload:
-        offload = plan_boundary_offload(config, resolved, world, num_groups=len(model.groups))
-        apply_offload(
-            model, offload, dtype=_DTYPES[config.precision], copies=copies_for(torch.device(world.torch_device))
-        )
+        offload = plan_boundary_offload(config, resolved, num_groups=len(model.groups), host_bytes=host_bytes)
+        apply_offload(model, offload, dtype=_DTYPES[config.precision], copies=copies)
+        host_bytes -= offload.arena_bytes
     if resolved.world_size > 1 or config.precision != "fp32":
         # One fp32 process has nothing to gather, reduce or cast.
         apply_fsdp(
@@ -90,31 +122,34 @@ def build(config: RunConfig, resolved: ResolvedRun, world: World) -> Run:
 
     model.to_empty(device=world.torch_device)
     initialize(model, seed=config.seed, part_of=local_part)
-    optimizers = build_optimizers(config, mesh, model)
+    rest = None
+    if config.memory.offload_optimizer:
+        rest = HostState(copies, device=torch.device(world.torch_device), host_bytes=host_bytes)
+    optimizers = build_optimizers(config, mesh, model, rest)
     optimizers.check_same_plan()
     return Run(config, resolved, world, mesh, model, optimizers, offload)
 
 
-def plan_boundary_offload(config: RunConfig, resolved: ResolvedRun, world: World, *, num_groups: int) -> OffloadPlan:
+def plan_boundary_offload(config: RunConfig, resolved: ResolvedRun, *, num_groups: int, host_bytes: int) -> OffloadPlan:
     """How much travels to the host. Raises ConfigError where the host has less than that."""
-    tokens = resolved.microbatch_sequences * config.data.seq_len
+    tokens = resolved.microbatch_sequences * config.data.seq_len // resolved.cp
     return plan_offload(
         num_groups=num_groups,
         num_passes=config.memory.sequences_per_gather,
         boundary_bytes=tokens * config.model.hidden_size * _DTYPES[config.precision].itemsize,
         budget_gib=config.memory.offload_budget_gib,
-        host_available_bytes=host_available_bytes() // world.local_size,
+        host_available_bytes=host_bytes,
     )
 
 
-def build_optimizers(config: RunConfig, mesh: Mesh, model: Transformer) -> Optimizers:
-    """Plans who orthogonalizes what, and makes the state. Communication: none."""
+def build_optimizers(config: RunConfig, mesh: Mesh, model: Transformer, rest: HostState | None) -> Optimizers:
+    """Plans who orthogonalizes what, and makes the state, by choice in host memory. Communication: none."""
     moe = config.model.moe
     place = Place(
-        grid=Grid(mesh.dp_replicate, mesh.dp_shard, mesh.ep),
+        grid=Grid(mesh.dp_replicate, mesh.fsdp, mesh.ep),
         replica=mesh.dense.get_local_rank("dp_replicate"),
-        rank=mesh.dense.get_local_rank("dp_shard"),
-        shard_group=mesh.dense.get_group("dp_shard"),
+        rank=mesh.dense.get_local_rank("fsdp"),
+        shard_group=mesh.dense.get_group("fsdp"),
         replica_group=mesh.dense.get_group("dp_replicate"),
         all_ranks=dist.group.WORLD,
         owning=mesh.dp_replicate > 1 and config.optim.replicas == "owning",
@@ -126,4 +161,6 @@ def build_optimizers(config: RunConfig, mesh: Mesh, model: Transformer) -> Optim
         place=place,
         head_dim=config.model.head_dim,
         experts_by_rows=experts_are_cut(mesh, num_experts=moe.num_experts, sizes=sizes),
+        rest=rest,
+        offsets_of=lambda name, parameter: local_part(name, parameter).offsets,
     )

@@ -17,7 +17,7 @@ from amalthea.core.errors import CheckpointError
 from amalthea.core.world import World
 from amalthea.data.batch import Batch
 from amalthea.data.dataset import PreparedData, TrainData, ValidationData
-from amalthea.memory.monitor import peak_memory
+from amalthea.memory.watch import MemoryWatch
 from amalthea.optim.assign import describe
 from amalthea.optim.schedule import lr_factor
 from amalthea.train.build import Run, build
@@ -55,28 +55,32 @@ def train(
     Every rank calls it, with a default process group. `stop_requested` is asked once a step; if it answers on any
     rank, all ranks save after that step and return. Raises TrainingError, CheckpointError.
     """
-    run = build(config, resolved, world)
-    data = TrainData(prepared, config.data, seed=config.seed, global_batch_sequences=resolved.global_batch_sequences)
-    held_out = ValidationData(prepared, config.data)
-    start = _resume(run, run_dir)
-    with Recorder(
-        run_dir,
-        world=world,
-        logging=config.logging,
-        total_steps=config.train.steps,
-        resumed_step=start.step,
-    ) as recorder:
-        for line in [*describe(run.optimizers.assignments), *([run.offload.describe()] if run.offload else [])]:
-            recorder.note(line)
-            recorder.event("layout", text=line)
-        for path, reason in start.skipped:
-            recorder.event("checkpoint_skipped", path=str(path), reason=reason)
-            recorder.note(f"skipped {path.name}: {reason}")
-        if start.checkpoint is not None:
-            recorder.event("resumed", step=start.step, path=str(start.checkpoint))
-            recorder.note(_resumed(start.step, of=config.train.steps))
-        story = _Story(run, data, held_out, recorder, run_dir, prepared)
-        return story.tell(start, stop_requested)
+    with MemoryWatch(config.memory, run_dir=run_dir, rank=world.rank, device=torch.device(world.torch_device)) as watch:
+        run = build(config, resolved, world)
+        watch.follow(run.model, run.optimizers.named_state)
+        data = TrainData(
+            prepared, config.data, seed=config.seed, global_batch_sequences=resolved.global_batch_sequences
+        )
+        held_out = ValidationData(prepared, config.data)
+        start = _resume(run, run_dir)
+        with Recorder(
+            run_dir,
+            world=world,
+            logging=config.logging,
+            total_steps=config.train.steps,
+            resumed_step=start.step,
+        ) as recorder:
+            for line in [*describe(run.optimizers.assignments), *([run.offload.describe()] if run.offload else [])]:
+                recorder.note(line)
+                recorder.event("layout", text=line)
+            for path, reason in start.skipped:
+                recorder.event("checkpoint_skipped", path=str(path), reason=reason)
+                recorder.note(f"skipped {path.name}: {reason}")
+            if start.checkpoint is not None:
+                recorder.event("resumed", step=start.step, path=str(start.checkpoint))
+                recorder.note(_resumed(start.step, of=config.train.steps))
+            story = _Story(run, data, held_out, recorder, run_dir, prepared, watch)
+            return story.tell(start, stop_requested)
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,9 @@ class _Story:
         recorder: Recorder,
         run_dir: Path,
         prepared: PreparedData,
+        watch: MemoryWatch,
     ) -> None:
+        self.watch = watch
         self.run, self.data, self.held_out, self.recorder, self.run_dir = run, data, held_out, recorder, run_dir
         self.token_bytes = torch.as_tensor(prepared.token_bytes)
         self.languages = prepared.languages
@@ -177,10 +183,11 @@ class _Story:
 
     def _tokens_by_language(self, microbatches: list[Batch]) -> list[float]:
         drawn = [language for batch in microbatches for language in batch.languages]
-        return [float(drawn.count(language) * self.run.config.data.seq_len) for language in self.languages]
+        tokens = self.run.config.data.seq_len // self.run.mesh.cp
+        return [float(drawn.count(language) * tokens) for language in self.languages]
 
     def _record(self, step: int, result: StepResult, *, step_s: float, data_s: float) -> None:
-        memory = peak_memory(self.run.device)
+        memory = self.watch.read()
         rates = self.run.optimizers.learning_rates
         batch_tokens = self.run.config.train.global_batch_tokens
         load = tuple(tuple(n / max(1, sum(layer)) for n in layer) for layer in result.expert_counts)
@@ -201,6 +208,8 @@ class _Story:
                 z_loss=result.z_loss,
                 peak_allocated_bytes=memory.allocated_bytes,
                 peak_reserved_bytes=memory.reserved_bytes,
+                stranded_bytes=memory.stranded_bytes,
+                num_alloc_retries=memory.num_alloc_retries,
                 expert_imbalance=max(imbalance, default=None),
                 expert_imbalance_by_layer=imbalance,
                 expert_load=load,

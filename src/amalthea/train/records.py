@@ -55,6 +55,9 @@ class StepRecord:
     z_loss: float = 0.0
     peak_allocated_bytes: int = 0
     peak_reserved_bytes: int = 0
+    stranded_bytes: int = 0
+    """Free, and of no use to whoever asks for more: see `memory/monitor.py`."""
+    num_alloc_retries: int = 0
     expert_imbalance: float | None = None
     """Largest over layers of greatest / mean expert load: 1 is even; none without MoE layers."""
     expert_imbalance_by_layer: tuple[float, ...] = ()
@@ -297,6 +300,8 @@ def _step_scalars(record: StepRecord) -> dict[str, float]:
         "speed/data_s": record.data_s,
         "memory/peak_allocated_bytes": record.peak_allocated_bytes,
         "memory/peak_reserved_bytes": record.peak_reserved_bytes,
+        "memory/stranded_bytes": record.stranded_bytes,
+        "memory/num_alloc_retries": record.num_alloc_retries,
         "experts/imbalance": record.expert_imbalance,
         "experts/tokens_dropped": record.tokens_dropped,
     }

@@ -50,7 +50,8 @@ def train_step(run: Run, microbatches: Sequence[Batch], *, lr_factor: float, tal
     wait for the device, before the update, so that a non-finite step changes nothing.
     Raises TrainingError, on every rank alike, if the loss or the gradient norm is not finite.
     """
-    num_labels = _global_sum(run, sum(batch.num_labels for batch in microbatches))
+    # Ranks that share sequences all count them.
+    num_labels = _global_sum(run, sum(batch.num_labels for batch in microbatches)) / run.mesh.cp
     nll_sum, router_losses, counts, max_logits = _accumulate(run, microbatches, num_labels)
     run.optimizers.reduce_over_replicas()
     norm = run.optimizers.grad_norm()
@@ -88,10 +89,15 @@ def train_step(run: Run, microbatches: Sequence[Batch], *, lr_factor: float, tal
 
 
 def forward(run: Run, batch: Batch, *, per_token: bool = False) -> ModelOutput:
-    """Runs the model on a batch from the host."""
+    """Runs the model on this rank's positions of a batch of whole sequences from the host."""
     documents = Documents(batch.document_lengths, batch.tokens.shape[1], run.device)
-    tokens, labels = (t.to(run.device, non_blocking=True) for t in (batch.tokens, batch.labels))
+    tokens, labels = (positions(run, t).to(run.device, non_blocking=True) for t in (batch.tokens, batch.labels))
     return run.model(tokens, documents, labels, per_token)
+
+
+def positions(run: Run, tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of [B, S] along the positions; with context parallelism B sequences are shared."""
+    return tensor.chunk(run.mesh.cp, dim=1)[run.mesh.coordinates()["cp"]]
 
 
 def _accumulate(

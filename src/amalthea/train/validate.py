@@ -16,7 +16,7 @@ import torch.distributed as dist
 from amalthea.data.batch import IGNORED, Batch
 from amalthea.train.build import Run
 from amalthea.train.records import ValidationRecord
-from amalthea.train.step import forward
+from amalthea.train.step import forward, positions
 
 
 class HeldOut(Protocol):
@@ -54,7 +54,7 @@ def validate(
         losses = forward(run, batch, per_token=True).result.double()
         if part:
             rows = torch.tensor([index[language] for language, _ in part], device=run.device)
-            scores = _score(losses, batch.labels.to(run.device), token_bytes)
+            scores = _score(losses, positions(run, batch.labels).to(run.device), token_bytes)
             sums.index_add_(1, rows, scores[:, : len(part)])
     dist.all_reduce(sums)
     return _record(held_out.languages, sums.tolist(), step=step, seconds=perf_counter() - start)

@@ -1,0 +1,84 @@
+"""The dispatch mode that sees every operation: kernels, collectives, and the storages that they return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amalthea.plan.events import Kernel
+from amalthea.plan.trace.collectives import Collectives
+from amalthea.plan.trace.costs import Operation, cost, operation, tensors
+from amalthea.plan.trace.fakes import FastFakes
+from amalthea.plan.trace.recorder import Recorder
+
+STAND_IN = 1_000_000.0
+"""What a value reads as that only a device would know: a loss of 1, and a gradient norm that is clipped."""
+
+
+class Tracer(TorchDispatchMode):
+    """While active, writes down what this thread's operations do.
+
+    Entered above a fake `mode`, it runs no collectives; without one, everything runs and is written down too, which is
+    how a trace is compared with a real step. `pairs` is as in `costs.cost`.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        collectives: Collectives,
+        *,
+        pairs: Callable[[int], float],
+        mode: FakeTensorMode | None = None,
+    ) -> None:
+        super().__init__()
+        self.recorder, self.collectives, self.pairs = recorder, collectives, pairs
+        self._fakes = None if mode is None else FastFakes(mode)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if DTensor in types:
+            return NotImplemented  # it comes back as operations on local tensors
+        if func.namespace == "prim":
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
+        if func.namespace == "c10d":
+            if self._fakes is not None:
+                return self.collectives.record(func, args)
+            self.collectives.observe(func, args)
+            return func(*args, **kwargs)
+        op = operation(func)
+        out = func(*args, **kwargs) if self._fakes is None else self._run_fake(self._fakes, func, op, args, kwargs)
+        for tensor in tensors(out):
+            self.recorder.see(tensor, op.name)
+        if op.is_kernel and self.recorder.is_recording:
+            what = cost(op, args, kwargs, out, pairs=self.pairs)
+            if what.num_bytes:
+                self.recorder.write(Kernel(op.name, self.recorder.stream, what.flops, what.num_bytes, what.dtype))
+        return out
+
+    def _run_fake(self, fakes: FastFakes, func: Any, op: Operation, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:
+            return _grouped_mm(*args)
+        try:
+            return fakes.run(func, op, args, kwargs)
+        except DataDependentOutputException:
+            return stand_in(args[0].dtype)
+
+
+def stand_in(dtype: torch.dtype) -> float | int | bool:
+    """`STAND_IN` as a value of a dtype."""
+    if dtype is torch.bool:
+        return True
+    return STAND_IN if dtype.is_floating_point else int(STAND_IN)
+
+
+def _grouped_mm(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None = None, *rest: Any) -> torch.Tensor:
+    """Shapes of the result alone, in every dtype; torch's own fake kernel knows bf16 only."""
+    if left.ndim == right.ndim == 2:
+        assert offs is not None
+        return left.new_empty((offs.shape[0], left.shape[0], right.shape[1]))
+    return left.new_empty((*left.shape[:-1], right.shape[-1]))
