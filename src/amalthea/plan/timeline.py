@@ -170,7 +170,10 @@ def simulate(
 def sensitivity(
     trace: Trace, cluster: Cluster, *, assumptions: Assumptions | None = None, change: float = 0.1
 ) -> tuple[Sensitivity, ...]:
-    """How the step moves with each assumption by ∓ `change` of its value, the most moving first."""
+    """How the step moves with each assumption by ∓ `change` of its value, the most moving first.
+
+    A fraction may so come to exceed 1: what is asked is how much the step rests on it.
+    """
     base, simulator = assumptions or Assumptions(), Simulator(trace, cluster)
     found = []
     for assumption in fields(base):

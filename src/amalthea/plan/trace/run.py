@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
@@ -19,13 +18,13 @@ from amalthea.config.run import RunConfig
 from amalthea.core.errors import ConfigError
 from amalthea.core.world import World
 from amalthea.data.batch import Batch
-from amalthea.parallel.experts import AllToAllDispatcher
 from amalthea.plan.events import COMPUTE, Copy, Trace
 from amalthea.plan.trace.collectives import Collectives
 from amalthea.plan.trace.copies import TracedCopies
 from amalthea.plan.trace.gpu import gpu_code
 from amalthea.plan.trace.phases import classified_fsdp, classify_resident, watch, watched_backward
 from amalthea.plan.trace.recorder import Recorder
+from amalthea.plan.trace.routing import inject_splits
 from amalthea.plan.trace.streams import traced_streams
 from amalthea.plan.trace.tracer import Tracer
 from amalthea.plan.trace.workload import Workload
@@ -33,7 +32,6 @@ from amalthea.plan.trace.world import (
     axes_of,
     fake_world,
     followed_resizes,
-    wait_for_device,
     without_values,
 )
 
@@ -47,14 +45,16 @@ def trace_step(
     train_step: Callable[..., Any],
     workload: Workload | None = None,
     gpu: bool = True,
+    node_ranks: int = 1,
     host_bytes: int | None = None,
 ) -> Trace:
     """Runs `build` and two steps as rank `rank` of `world_size` and returns what the second one does.
 
     `build` and `train_step` are those of `train`. With `gpu` the code chooses kernels and buffers as on a GPU, else as
-    on a CPU. `host_bytes` is the host memory that boundaries may take, by default any. The gradient norm counts as too
-    large, so that gradients are scaled. The process must have no process group. Communication: none. Memory: shapes
-    only. Raises ConfigError where the configuration does not fit the ranks, or the workload the model.
+    on a CPU. `node_ranks` is how many ranks a node has, and `host_bytes` the host memory that a rank may take, by
+    default any. The gradient norm counts as too large, so that gradients are scaled. The process must have no process
+    group. Communication: none. Memory: shapes only. Raises ConfigError where the configuration does not fit the ranks,
+    or the workload the model.
     """
     workload = workload or Workload()
     workload.check(config)
@@ -80,14 +80,21 @@ def trace_step(
         run = build(
             config,
             resolved,
-            World(rank=rank, size=world_size),
+            World(rank=rank, size=world_size, local_rank=rank % node_ranks, local_size=node_ranks),
             copies=copies,
             host_bytes=sys.maxsize if host_bytes is None else host_bytes,
         )
         collectives.axes |= axes_of(run.mesh)
         stack.enter_context(watched_backward(recorder, lambda: run.model))
         watch(recorder, run, recompute=config.memory.recompute != "none")
-        _inject_splits(recorder, run, config, resolved, workload)
+        inject_splits(
+            recorder,
+            run.model,
+            config,
+            workload,
+            num_tokens=resolved.microbatch_sequences * config.data.seq_len // resolved.cp,
+            ep_rank=run.mesh.experts.get_local_rank("ep"),
+        )
 
         def step() -> None:
             recorder.enter("forward", memory="other")
@@ -158,25 +165,3 @@ def _batch(recorder: Recorder, config: RunConfig, resolved: ResolvedRun, workloa
     for tensor in (batch.tokens, batch.labels):
         recorder.write(Copy("to_device", tensor.numel() * tensor.element_size() // resolved.cp, COMPUTE))
     return batch
-
-
-def _inject_splits(recorder: Recorder, run: Any, config: RunConfig, resolved: ResolvedRun, workload: Workload) -> None:
-    """Dispatchers are told how many rows travel, where they would read it from the device."""
-    if resolved.ep == 1:
-        return
-    moe = config.model.moe
-    splits = workload.splits(
-        resolved.microbatch_sequences * config.data.seq_len // resolved.cp,
-        num_experts=moe.num_experts,
-        top_k=moe.top_k,
-        ep=resolved.ep,
-        ep_rank=run.mesh.experts.get_local_rank("ep"),
-    )
-
-    def read(sums: torch.Tensor) -> list[list[int]]:
-        wait_for_device(recorder)
-        return splits
-
-    for layer in run.model.moe_layers():
-        assert isinstance(layer.dispatcher, AllToAllDispatcher)
-        layer.dispatcher.read_splits = read

@@ -1,6 +1,6 @@
 """What a step works on, as far as a trace depends on it: documents' lengths and experts' loads, no values.
 
-Shape legend: B sequences, S tokens per sequence, T tokens of a pass, K choices, E experts, P ranks of the `ep` axis.
+Shape legend: B sequences, S tokens per sequence, T tokens of a pass, K choices, E experts.
 """
 
 from __future__ import annotations
@@ -80,10 +80,3 @@ class Workload:
         for expert in by_rest[: rows - sum(counts)]:
             counts[expert] += 1
         return counts
-
-    def splits(self, num_tokens: int, *, num_experts: int, top_k: int, ep: int, ep_rank: int) -> list[list[int]]:
-        """Rows that a rank of the `ep` axis sends to and receives from each of its P ranks, which all send alike."""
-        counts = self.rows_by_expert(num_tokens, num_experts=num_experts, top_k=top_k)
-        local = num_experts // ep
-        sent = [sum(counts[peer * local : (peer + 1) * local]) for peer in range(ep)]
-        return [sent, [sent[ep_rank]] * ep]

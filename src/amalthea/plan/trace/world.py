@@ -83,6 +83,7 @@ class _Chunks(Sequence[torch.Tensor]):
 def axes_of(mesh: Mesh) -> dict[str, str]:
     """The axis of each process group, by its name."""
     views = (
+        *([(mesh.dispatch, ("node", "local"))] if mesh.dispatch is not None else []),
         (mesh.sequences, ("cp",)),
         (mesh.experts, ("efsdp", "ep")),
         (mesh.dense, ("dp_replicate", "fsdp")),
