@@ -1,7 +1,8 @@
 """Copies that come late, over buffers that are worthless as soon as they may be reused.
 
 Stands for a GPU's copy streams on a machine that has none: computation goes on while a thread copies, after a random
-delay or only when it is waited for. What the protocol of `Copies` allows to be overwritten is overwritten at once, by NaN:
+delay or only when it is waited for. What the protocol of `Copies` allows to be overwritten is overwritten at once, by
+NaN:
 
 - the target of a copy, when the copy is asked for;
 - the source of a copy to the host, when the copy has been waited for;

@@ -55,9 +55,7 @@ def one_pass(keep: tuple[Kept, ...] | None) -> tuple[Counter[str], dict[str, tor
     ("keep", "attention_runs", "expert_runs"),
     [(None, 1, 1), ((), 2, 2), (("attention",), 1, 2), (("experts",), 2, 1), (("attention", "experts"), 1, 1)],
 )
-def test_what_is_kept_does_not_run_again(
-    keep: tuple[Kept, ...] | None, attention_runs: int, expert_runs: int
-) -> None:
+def test_what_is_kept_does_not_run_again(keep: tuple[Kept, ...] | None, attention_runs: int, expert_runs: int) -> None:
     names, grads, _ = one_pass(keep)
     _, expected, _ = one_pass(None)
     layers = small_model_config().num_layers

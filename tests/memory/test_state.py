@@ -13,7 +13,7 @@ from support.tiny import microbatches, tiny_config, whole_state
 from amalthea.checkpoint import store
 from amalthea.config.check import resolve
 from amalthea.config.run import RunConfig
-from amalthea.core.errors import ConfigError
+from amalthea.core.errors import ConfigError, TrainingError
 from amalthea.core.world import World
 from amalthea.memory.copies import Copies, DirectCopies, Ticket
 from amalthea.memory.state import HostState
@@ -85,8 +85,7 @@ def test_a_missing_wait_is_seen(forgotten: str) -> None:
 def outcome_of_mistake(world: World, config: RunConfig, forgotten: str) -> Outcome | None:
     try:
         return three_steps(world, config, forgotten)
-    except Exception as error:
-        assert "not finite" in str(error), error
+    except TrainingError:  # not finite
         return None
 
 
@@ -152,5 +151,5 @@ def test_from_the_second_step_on_a_batch_comes_while_the_one_before_is_at_work()
 def test_more_than_the_host_has_is_refused() -> None:
     state = HostState(DirectCopies(), device=CPU, host_bytes=1024)
     state.zeros([torch.Size([16, 16])], torch.float32)
-    with pytest.raises(ConfigError, match=r"offload_optimizer needs more than 1\.0 KiB .* and 1\.0 KiB is free"):
+    with pytest.raises(ConfigError, match=r"offload_optimizer needs 1\.0 KiB .* and 1\.0 KiB is free"):
         state.zeros([torch.Size([1])], torch.float32)

@@ -140,7 +140,7 @@ def test_without_tracking_it_names_what_has_a_name(tmp_path: Path) -> None:
 
 
 def test_other_errors_pass(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="^something else$"), watch_on(tmp_path):
+    with pytest.raises(RuntimeError, match=r"^something else$"), watch_on(tmp_path):
         raise RuntimeError("something else")
     assert list(tmp_path.iterdir()) == []
 

@@ -37,12 +37,13 @@ from amalthea.checkpoint.agree import (
     on_main,
 )
 from amalthea.checkpoint.folder import FileRecord, Found, Record
-from amalthea.checkpoint.storage import HashingWriter, SafeReader, read_metadata
+from amalthea.checkpoint.storage import HashingWriter, SafeReader, read_metadata, staging_bytes
 from amalthea.core.errors import CheckpointError
 from amalthea.core.pieces import Pieces
+from amalthea.core.units import format_bytes
 from amalthea.core.world import World
 
-__all__ = ["Found", "find_newest", "load", "save"]
+__all__ = ["Found", "check_staging", "find_newest", "load", "save"]
 
 
 def save(
@@ -53,6 +54,7 @@ def save(
     progress: dict[str, Any],
     world: World,
     keep: int,
+    host_bytes: int | None = None,
 ) -> Path:
     """Write the checkpoint of `step` and return its folder, which appears under its name only once it is whole.
 
@@ -61,10 +63,11 @@ def save(
     Args:
         tensors: Name → tensor (global shapes are what counts): DTensors, or plain tensors equal on all ranks.
         progress: What else to come back to, as JSON takes it; rank 0's is kept.
+        host_bytes: Host memory that this rank may take, none where nobody asked; see `check_staging`.
 
     Raises:
-        CheckpointError: Not enough room, found out before writing; or writing failed on some rank, with that
-            rank's error. The unfinished folder is gone and earlier checkpoints are as they were.
+        CheckpointError: Not enough room on disk or in host memory, found out before writing; or writing failed on
+            some rank, with that rank's error. The unfinished folder is gone and earlier checkpoints are as they were.
 
     Communication: gathers of small objects over all ranks, a few per save; tensors are not sent.
     Memory: one tensor's shard at a time on the host.
@@ -72,6 +75,9 @@ def save(
     target = folder.step_folder(run_dir, step)
     _, failures = on_main(lambda: _prepare(target))
     _stop_if(failures, target)
+    if host_bytes is not None:
+        _, failures = attempt(lambda: check_staging(tensors, host_bytes=host_bytes))
+        _stop_if(gather_failures(failures), target)
     _stop_if(_differing(tensors), target)
 
     written, failures = attempt(lambda: _write(folder.temporary(target), tensors))
@@ -86,6 +92,17 @@ def save(
     _stop_if(failures, target)
     on_main(lambda: folder.drop_older(target.parent, step=step, keep=keep))
     return target
+
+
+def check_staging(tensors: Mapping[str, torch.Tensor], *, host_bytes: int) -> None:
+    """Whether `host_bytes` of host memory suffice for this rank to write `tensors`; asked before the first step, so
+    that a run does not find out at its first save. Communication: none. Raises CheckpointError."""
+    needed_bytes = staging_bytes(tensors.values())
+    if needed_bytes > host_bytes:
+        raise CheckpointError(
+            f"saving stages up to {format_bytes(needed_bytes)} in host memory per rank, and {format_bytes(host_bytes)} "
+            "is free; lower memory.offload_budget_gib, start fewer ranks on a node, or shard over more ranks"
+        )
 
 
 def find_newest(run_dir: Path) -> Found:

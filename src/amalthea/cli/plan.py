@@ -1,4 +1,4 @@
-"""`amalthea plan`: what a model costs, by arithmetic alone."""
+"""`amalthea plan`: what a model costs, and with a cluster how a run of it will go."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from amalthea.cli.arguments import JsonOption, OverridesArgument, RecipeArgument, load
-from amalthea.cli.console import output, print_json, table
+from amalthea.cli.console import output, print_json
+from amalthea.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from amalthea.config.run import RunConfig
-    from amalthea.plan.accounting import Accounting
 
 DEFAULT_CLUSTER = "jupiter"
+
+
+def _option(*names: str, help: str, metavar: str | None = None, minimum: int | None = None) -> Any:
+    return typer.Option(*names, metavar=metavar, min=minimum, help=help, show_default=False)
 
 
 def plan_command(
@@ -24,74 +26,118 @@ def plan_command(
     overrides: OverridesArgument = None,
     document_tokens: Annotated[
         int | None,
+        _option("--document-tokens", metavar="TOKENS", help="Length of documents, each attending to itself alone."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        _option("--cluster", metavar="NAME", help="Plan the run on this machine: a preset, or a file.toml."),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        _option("--gpus", metavar="N", minimum=1, help="GPUs of the run; default: the recipe's degrees and batch."),
+    ] = None,
+    rank: Annotated[int | None, _option("--rank", metavar="R", help="The rank to trace; 0 by default.")] = None,
+    expert_load: Annotated[
+        Path | None,
+        _option("--expert-load", metavar="FILE", help="Relative load of each expert: a JSON list, or a number a line."),
+    ] = None,
+    tokens: Annotated[
+        str | None, _option("--tokens", metavar="N", help="Tokens to budget for, such as 1e12; default: the run's.")
+    ] = None,
+    search: Annotated[bool, typer.Option("--search", help="Look for faster layouts that fit.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Compare predictions with published figures.")] = False,
+    html: Annotated[Path | None, _option("--html", metavar="FILE", help="Write a page with charts.")] = None,
+    trace: Annotated[
+        Path | None, _option("--trace", metavar="FILE", help="Write the timeline for ui.perfetto.dev.")
+    ] = None,
+    expandable_segments: Annotated[
+        bool | None,
         typer.Option(
-            "--document-tokens",
-            metavar="TOKENS",
-            help="Also count attention over documents of this length, each attending to itself.",
+            "--expandable-segments/--no-expandable-segments",
+            help="The allocator's setting; on by default. The plan says what the other way gives.",
             show_default=False,
         ),
     ] = None,
     optimizer: Annotated[
-        bool, typer.Option("--optimizer", help="Plan the optimizer step: owners, bytes, seconds.")
+        bool, typer.Option("--optimizer", help="Plan the optimizer step alone: owners, bytes, seconds.")
     ] = False,
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            "--gpus",
-            metavar="N",
-            min=1,
-            help="GPUs of the run; by default the recipe's degrees, or one microbatch each.",
-            show_default=False,
-        ),
-    ] = None,
-    ep: Annotated[
-        int | None, typer.Option("--ep", metavar="K", min=1, help="Short for parallel.ep=K.", show_default=False)
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            "--cluster",
-            metavar="NAME",
-            help=f"Machine to estimate for; {DEFAULT_CLUSTER} by default.",
-            show_default=False,
-        ),
-    ] = None,
+    ep: Annotated[int | None, _option("--ep", metavar="K", minimum=1, help="Short for parallel.ep=K.")] = None,
     picture: Annotated[
-        Path | None,
-        typer.Option("--picture", metavar="FILE.png", help="Draw the load of every rank.", show_default=False),
+        Path | None, _option("--picture", metavar="FILE.png", help="With --optimizer: draw the load of every rank.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
     """Count a recipe's parameters, FLOP per token and bytes of state exactly; nothing is built.
 
-    With --optimizer, also plan the optimizer step of a run over many GPUs, and estimate its seconds.
+    With --cluster, also trace one rank's real step without a GPU, and simulate its memory and its time.
     """
-    from amalthea.plan.accounting import account
-
-    _needs_optimizer(optimizer, {"--gpus": gpus, "--cluster": cluster, "--picture": picture})
+    of_run = {
+        "--rank": rank,
+        "--expert-load": expert_load,
+        "--tokens": tokens,
+        "--search": search or None,
+        "--check": check or None,
+        "--html": html,
+        "--trace": trace,
+        "--expandable-segments": expandable_segments,
+    }
+    _check_options(optimizer=optimizer, cluster=cluster, of_run=of_run, gpus=gpus, picture=picture)
     config = load(recipe, [*(overrides or []), *([f"parallel.ep={ep}"] if ep else [])])
-    counted = account(config.model, seq_len=config.data.seq_len, document_len=document_tokens, optim=config.optim)
-    document: dict[str, Any] = {"recipe": config.recipe, "seq_len": config.data.seq_len, "model": counted.to_json()}
-    if optimizer:
-        document["optimizer"], tables = _optimizer(config, gpus, cluster or DEFAULT_CLUSTER, picture)
+    if cluster is None or optimizer:
+        document, parts = _counts(config, document_tokens)
+        if optimizer:
+            document["optimizer"], parts = _optimizer(config, gpus, cluster or DEFAULT_CLUSTER, picture)
     else:
-        tables = [_parameters(counted), _flops(counted), _state(counted)]
+        from amalthea.cli.plan_run import Request, plan_and_report
+
+        request = Request(
+            cluster=cluster,
+            gpus=gpus,
+            rank=rank or 0,
+            document_tokens=document_tokens,
+            expert_load=expert_load,
+            tokens=tokens,
+            search=search,
+            check=check,
+            html=html,
+            trace=trace,
+            expandable_segments=expandable_segments is not False,
+        )
+        document, parts = plan_and_report(config, request)
     if json:
         print_json(document)
         return
     console = output()
-    for part in tables:
+    for part in parts:
         console.print(part)
         console.print()
 
 
-def _needs_optimizer(optimizer: bool, options: dict[str, Any]) -> None:
+def _check_options(
+    *, optimizer: bool, cluster: str | None, of_run: dict[str, Any], gpus: int | None, picture: Path | None
+) -> None:
     """An option that would do nothing is an error, not a silence."""
-    from amalthea.core.errors import ConfigError
+    run = [name for name, value in of_run.items() if value is not None]
+    problems = []
+    if picture is not None and not optimizer:
+        problems.append("--picture only means something with --optimizer; add it")
+    if optimizer and run:
+        problems.append(f"{', '.join(run)} plan a whole run and --optimizer its last part alone; leave one out")
+    elif cluster is None and not optimizer:
+        idle = [*run, *(["--gpus"] if gpus is not None else [])]
+        if idle:
+            problems.append(f"{', '.join(idle)} need a machine; add --cluster NAME (or --optimizer)")
+    if problems:
+        raise ConfigError(*problems)
 
-    given = [name for name, value in options.items() if value is not None]
-    if given and not optimizer:
-        raise ConfigError(f"{', '.join(given)} only mean something with --optimizer; add it")
+
+def _counts(config: RunConfig, document_tokens: int | None) -> tuple[dict[str, Any], list[Any]]:
+    from amalthea.cli.plan_tables import count_tables
+    from amalthea.plan.accounting import account
+
+    counted = account(config.model, seq_len=config.data.seq_len, document_len=document_tokens, optim=config.optim)
+    document = {"recipe": config.recipe, "seq_len": config.data.seq_len, "model": counted.to_json()}
+    return document, list(count_tables(counted))
 
 
 def _optimizer(
@@ -99,12 +145,12 @@ def _optimizer(
 ) -> tuple[dict[str, Any], list[Any]]:
     """The JSON and the tables of the optimizer step; draws the picture too."""
     from amalthea.cli.optimizer_tables import optimizer_tables
-    from amalthea.plan.clusters import get_cluster
+    from amalthea.plan.clusters_file import find_cluster
     from amalthea.plan.optimizer_published import published_estimates
     from amalthea.plan.optimizer_step import default_gpus, plan_optimizer_step
     from amalthea.plan.optimizer_time import estimate_step
 
-    cluster, num_gpus = get_cluster(cluster_name), gpus or default_gpus(config)
+    cluster, num_gpus = find_cluster(cluster_name), gpus or default_gpus(config)
     cluster.check_holds(num_gpus)  # before the longer work
     plan = plan_optimizer_step(config, num_gpus=num_gpus)
     estimate, published = estimate_step(plan, config, cluster), published_estimates(config.model)
@@ -115,48 +161,3 @@ def _optimizer(
         write_load_picture(plan, picture, title=config.recipe, flops_per_s=estimate.flops_per_s)
         document["picture"] = str(picture)
     return document, optimizer_tables(plan, estimate, published)
-
-
-def _parameters(counted: Accounting) -> Table:
-    made = table("parameters", "part", "exact", "")
-    parts = counted.to_json()["params_by_part"]
-    rows = {name.replace("_", " "): count for name, count in parts.items() if count}
-    rows |= {
-        "total": counted.total_params,
-        "active per token": counted.active_params,
-        "active, input embedding left out": counted.active_params_without_embedding,
-    }
-    _add_counts(made, rows)
-    return made
-
-
-def _flops(counted: Accounting) -> Table:
-    flops = counted.flops_per_token
-    made = table("FLOP per token", "part", "exact", "")
-    linear = counted.to_json()["flops_per_token"]["linear_forward"]
-    rows = {f"forward, {name.replace('_', ' ')}": count for name, count in linear.items() if count}
-    rows["forward, all linear"] = flops.linear_forward.total
-    for context in (flops.full_causal, flops.documents):
-        if context is not None:
-            of = f"documents of {context.context_tokens:,}"
-            rows[f"forward, attention over {of}"] = context.attention_forward
-            rows[f"forward and backward, {of}"] = context.model_total
-            rows[f"the same with full recompute, {of}"] = context.full_recompute_total
-    _add_counts(made, rows)
-    return made
-
-
-def _state(counted: Accounting) -> Table:
-    from amalthea.core.units import format_bytes
-
-    made = table("state of one replica (estimate)", "part", "bytes", "")
-    for name, num_bytes in counted.to_json()["state_bytes"].items():
-        made.add_row(name.replace("_", " "), f"{num_bytes:,}", format_bytes(num_bytes))
-    return made
-
-
-def _add_counts(made: Table, rows: dict[str, int]) -> None:
-    from amalthea.core.units import format_count
-
-    for name, count in rows.items():
-        made.add_row(name, f"{count:,}", format_count(count))

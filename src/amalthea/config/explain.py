@@ -46,7 +46,7 @@ def explain(error: ValidationError, *, root: type[Component] = RunConfig) -> tup
     prefix, model = _locate(error.title, root)
     lines: dict[str, str] = {}
     for finding in error.errors(include_url=False):
-        key, line = _explain_one(finding, prefix, model)
+        key, line = _explain_one(finding, prefix, model, root)
         lines.setdefault(key, line)
     return tuple(lines.values())
 
@@ -124,14 +124,16 @@ def settings_path(loc: tuple[int | str, ...], model: type[Component]) -> list[st
     return _follow(loc, model)[0]
 
 
-def _explain_one(finding: Any, prefix: tuple[str, ...], model: type[Component]) -> tuple[str, str]:
+def _explain_one(
+    finding: Any, prefix: tuple[str, ...], model: type[Component], root: type[Component]
+) -> tuple[str, str]:
     """The key that a finding is about, and its line."""
     path, field, owner, rest = _follow(finding["loc"], model)
     key = ".".join((*prefix, *path))
     match finding["type"]:
         case "extra_forbidden":
             unknown = ".".join((*prefix, *map(str, finding["loc"])))
-            return unknown, unknown_key(unknown)
+            return unknown, unknown_key(unknown, root=root)
         case "value_error":
             reason = str(finding["ctx"]["error"])
             return key, f"{key}: {reason}" if key else reason

@@ -8,7 +8,6 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from amalthea.core.component import Component
 
-
 Kept = Literal["attention", "projections", "experts", "all_to_all"]
 """Operations whose outputs selective recompute may keep: attention; products with a dense matrix; products with
 experts; tokens that came from other ranks."""
@@ -34,11 +33,11 @@ class MemoryConfig(Component):
     offload_optimizer: bool = False
     """Keep optimizer state in host memory; a batch of it comes to the device when its turn in the step is."""
     loss_budget_gib: PositiveFloat | None = None
-    """Memory for logits in the vocabulary loss, per rank: it chooses how many tokens have theirs at one time. None takes
+    """Memory for logits in the vocabulary loss, per rank: chooses how many tokens have theirs at one time. None takes
     `model.loss_chunk_tokens`."""
     track: bool = False
-    """On a CPU, count live tensor storages: peak allocated memory becomes exact, and names activations where memory runs
-    out. Costs about 15 µs an operation. A GPU's allocator counts by itself."""
+    """On a CPU, count live tensor storages: peak allocated memory becomes exact, and activations have names where
+    memory runs out. Costs about 15 µs an operation. A GPU's allocator counts by itself."""
     unshard_async_op: bool = False
     """Gather parameters by asynchronous collectives on the compute stream's memory, with explicit prefetch: frees
     gathered buffers earlier than FSDP2's own streams do."""

@@ -71,9 +71,7 @@ def block_bytes(model: ModelConfig, *, is_dense: bool) -> int:
     if not model.qk_norm:
         projected = G * d  # queries and keys are wanted after their rotation only
     attended = H * d + H
-    return (norms + projected + rotated + attended) * _FP32 + (
-        _dense_bytes(model) if is_dense else _moe_bytes(model)
-    )
+    return (norms + projected + rotated + attended) * _FP32 + (_dense_bytes(model) if is_dense else _moe_bytes(model))
 
 
 def output_bytes(model: ModelConfig, name: Kept, *, is_dense: bool) -> int:

@@ -52,10 +52,7 @@ def peak_memory(device: torch.device, tracker: StorageTracker | None = None) -> 
 class _MallInfo(ctypes.Structure):
     """`struct mallinfo2` of glibc's malloc.h, stable since 2.33."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    )
+    _fields_ = (("before", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t))
     fordblks: int
 
 

@@ -4,8 +4,8 @@ Momenta and moments are used once a step, a batch at a time, in the same order e
 a batch comes when it is asked for, the next one of that order comes ahead, and what was used goes back while the next
 one is at work.
 
-Lifetimes: a batch on the device, a *visit*, is held until its copy back has been waited for; host memory whose copy back
-is under way is not read before that.
+Lifetimes: a batch on the device, a *visit*, is held until its copy back has been waited for; host memory is not read
+while a copy back to it is under way.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class HostState:
         elements = sum(shape.numel() for shape in shapes)
         self._resting_bytes += elements * dtype.itemsize
         if self._resting_bytes > self._host_bytes:
+            needed, free = format_bytes(self._resting_bytes), format_bytes(self._host_bytes)
             raise ConfigError(
-                f"memory.offload_optimizer needs more than {format_bytes(self._resting_bytes)} of host memory per rank, "
-                f"and {format_bytes(self._host_bytes)} is free; set memory.offload_optimizer=false, lower "
-                "memory.offload_budget_gib, or take more ranks"
+                f"memory.offload_optimizer needs {needed} of host memory per rank or more, and {free} is free; "
+                "set memory.offload_optimizer=false, lower memory.offload_budget_gib, or take more ranks"
             )
         flat = self.copies.host_buffer(elements, dtype).zero_()
         return Resting(flat, _views(flat, shapes))

@@ -47,8 +47,8 @@ class StorageTracker(TorchDispatchMode):
     """While active, counts the storages that operations return, on every device, fake tensors' included.
 
     `live_bytes` is the sum now, `peak_bytes` the largest since `reset_peak`. What existed before is counted once given
-    to `add`, or once an operation returns a view of it. Sees what passes PyTorch's dispatcher in this thread and in autograd's: not the scratch inside a kernel,
-    nor what a C++ collective allocates for itself.
+    to `add`, or once an operation returns a view of it. Sees what passes PyTorch's dispatcher in this thread and in
+    autograd's: not the scratch inside a kernel, nor what a C++ collective allocates for itself.
 
     Cost: about 15 µs an operation; see docs/concepts/memory.md for its share of a step.
     """

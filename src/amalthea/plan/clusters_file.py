@@ -8,9 +8,10 @@
     intra_gb_per_s = 450         # out of one GPU to its node, one direction
     inter_gb_per_s = 50          # network card of one GPU, one direction
     host_gb = 256                # host memory per GPU
+    gpu_watts = 700              # of one GPU, for the energy; may be left out
 
 Optional are `name` (default: the file's), `num_nodes`, `intra_pair_gb_per_s`, `hbm_visible_gib`,
-`host_link_gb_per_s`, `network`, `scheduler`, `source`, `unverified`, `notes`.
+`host_link_gb_per_s`, `nodes_per_group`, `time_limit_h`, `network`, `scheduler`, `source`, `unverified`, `notes`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ class ClusterFile(Component):
     inter_gb_per_s: Positive
     host_gb: Positive
     host_link_gb_per_s: Positive | None = None
+    nodes_per_group: Annotated[int, Field(ge=1)] | None = None
+    time_limit_h: Positive | None = None
+    gpu_watts: Positive | None = None
     network: str = "not described"
     scheduler: str = "not described"
     source: str = "a file of the user's own"

@@ -21,9 +21,6 @@ from amalthea.plan.step_speeds import StepSpeeds
 Link = Literal["intra_node", "inter_node", "to_host", "to_device"]
 LINKS: tuple[Link, ...] = ("intra_node", "inter_node", "to_host", "to_device")
 
-NODES_PER_GROUP = {"jupiter": 240}
-"""Inside such a group the network does not block (`plan/clusters.py`); other clusters' groups are not known here."""
-
 
 @dataclass(frozen=True)
 class Reach:
@@ -60,7 +57,7 @@ def reach(ranks: tuple[int, ...], *, rank: int, cluster: Cluster) -> Reach:
     if rank not in ranks:
         raise ValueError(f"rank {rank} is not in its own group of {len(ranks)}")
     on_node = Counter(other // cluster.gpus_per_node for other in ranks)
-    size = NODES_PER_GROUP.get(cluster.name)
+    size = cluster.nodes_per_group
     groups = 1 if size is None else len({node // size for node in on_node})
     return Reach(len(ranks), on_node[rank // cluster.gpus_per_node], len(on_node), groups > 1)
 

@@ -66,8 +66,8 @@ def build(
 ) -> Run:
     """Builds the run on this rank; every rank calls it together, with a default process group.
 
-    `copies` moves boundaries and state to the host and back, by default the device's own engine; `host_bytes` is the host memory
-    that one rank may take for them, by default its share of what is free.
+    `copies` moves boundaries and state to the host and back, by default the device's own engine; `host_bytes` is the
+    host memory that one rank may take for them, by default its share of what is free.
     Communication: process groups of the mesh, and a comparison of plans. Memory: this rank's parameters and optimizer
     state. Raises PlacementError where ranks planned differently.
     """
@@ -103,7 +103,7 @@ def build(
     offload = None
     copies = copies or copies_for(torch.device(world.torch_device))
     if host_bytes is None:
-        host_bytes = host_available_bytes() // world.local_size
+        host_bytes = host_bytes_of_rank(world)
     if config.memory.offload:
         offload = plan_boundary_offload(config, resolved, num_groups=len(model.groups), host_bytes=host_bytes)
         apply_offload(model, offload, dtype=_DTYPES[config.precision], copies=copies)
@@ -128,6 +128,11 @@ def build(
     optimizers = build_optimizers(config, mesh, model, rest)
     optimizers.check_same_plan()
     return Run(config, resolved, world, mesh, model, optimizers, offload)
+
+
+def host_bytes_of_rank(world: World) -> int:
+    """This rank's share of the node's free memory."""
+    return host_available_bytes() // world.local_size
 
 
 def plan_boundary_offload(config: RunConfig, resolved: ResolvedRun, *, num_groups: int, host_bytes: int) -> OffloadPlan:

@@ -20,7 +20,7 @@ from amalthea.data.dataset import PreparedData, TrainData, ValidationData
 from amalthea.memory.watch import MemoryWatch
 from amalthea.optim.assign import describe
 from amalthea.optim.schedule import lr_factor
-from amalthea.train.build import Run, build
+from amalthea.train.build import Run, build, host_bytes_of_rank
 from amalthea.train.records import Recorder, StepRecord
 from amalthea.train.step import StepResult, train_step
 from amalthea.train.validate import validate
@@ -63,6 +63,7 @@ def train(
         )
         held_out = ValidationData(prepared, config.data)
         start = _resume(run, run_dir)
+        store.check_staging(run.named_tensors(), host_bytes=host_bytes_of_rank(world))
         with Recorder(
             run_dir,
             world=world,
@@ -243,6 +244,7 @@ class _Story:
             progress={"step": step, "seed": self.run.config.seed},
             world=self.run.world,
             keep=self.run.config.checkpoint.keep,
+            host_bytes=host_bytes_of_rank(self.run.world),
         )
         self.recorder.event("saved", step=step, path=str(self.checkpoint), seconds=perf_counter() - begin)
 

@@ -5,6 +5,7 @@ Inside these contexts the training code runs as it is. What they replace, and wh
 - FSDP2's list of all ranks' shards of a parameter, made lazily: it is as long as the world, and one entry is read;
 - axes of a mesh, which are looked up among ranks that must be real numbers;
 - `tolist` of a fake tensor, which has no values;
+- FSDP2's look at addresses, by which it sees whether a shard is padded already: fake tensors have none;
 - `UntypedStorage.resize_`, by which FSDP2 frees and allocates gathered parameters, so that the recorder hears of it.
 """
 
@@ -44,6 +45,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
     try:
         with (
             mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),
+            mock.patch.object(_fsdp_param.FSDPParam, "reset_sharded_param", _pad_once),
             mock.patch.object(DeviceMesh, "__getitem__", _axis_of_real_mesh),
         ):
             yield
@@ -54,7 +56,17 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
         clear_redistribute_planner_cache()
 
 
+_pad = _fsdp_param.FSDPParam.reset_sharded_param
 _axis_of_mesh = DeviceMesh.__getitem__
+
+
+def _pad_once(shard: Any) -> None:
+    parameter = getattr(shard._module_info.module, shard._module_info.param_name)
+    padded, local = shard._sharded_param_data, parameter._local_tensor
+    if isinstance(padded, FakeTensor) and padded.untyped_storage()._cdata == local.untyped_storage()._cdata:
+        shard.sharded_param, shard._sharding_spec = parameter, parameter._spec
+    else:
+        _pad(shard)
 
 
 def _axis_of_real_mesh(mesh: DeviceMesh, axes: Any) -> DeviceMesh:

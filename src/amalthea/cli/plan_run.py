@@ -1,0 +1,107 @@
+"""What `amalthea plan --cluster` does: plan, search, check, write files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from amalthea.cli.console import Progress
+from amalthea.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from amalthea.config.run import RunConfig
+    from amalthea.plan.run_plan import RunPlan
+    from amalthea.plan.setting import Code, Setting
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options, as typed."""
+
+    cluster: str
+    gpus: int | None
+    rank: int
+    document_tokens: int | None
+    expert_load: Path | None
+    tokens: str | None
+    search: bool
+    check: bool
+    html: Path | None
+    trace: Path | None
+    expandable_segments: bool
+
+
+def plan_and_report(config: RunConfig, request: Request) -> tuple[dict[str, Any], list[Any]]:
+    """The JSON and the tables of a run's plan; writes the files that were asked for. Raises ConfigError."""
+    from amalthea.cli.plan_tables import run_tables
+    from amalthea.plan.run_plan import plan_run
+
+    say = Progress(Console(stderr=True, highlight=False), every_s=2.0)
+    setting, tokens = _setting(config, request), _tokens(request.tokens)
+    setting.cluster.check_holds(setting.num_gpus)
+    code = _code()
+    plan = plan_run(config, setting, code, tokens=tokens, say=say)
+    document, parts = plan.to_json(), run_tables(plan)
+    if request.trace is not None:
+        from amalthea.plan.perfetto import write_chrome_trace
+
+        write_chrome_trace(request.trace, plan.trace, plan.timeline, memory=plan.memory)
+        document["trace"] = str(request.trace)
+    return document, parts
+
+
+def _code() -> Code:
+    from amalthea.plan.setting import Code
+    from amalthea.train.build import build
+    from amalthea.train.step import train_step
+
+    return Code(build, train_step)
+
+
+def _setting(config: RunConfig, request: Request) -> Setting:
+    from amalthea.plan.clusters_file import find_cluster
+    from amalthea.plan.optimizer_step import default_gpus
+    from amalthea.plan.setting import Setting
+    from amalthea.plan.trace import Workload
+
+    return Setting(
+        cluster=find_cluster(request.cluster),
+        num_gpus=request.gpus or default_gpus(config),
+        rank=request.rank,
+        workload=Workload(
+            document_tokens=request.document_tokens,
+            expert_load=None if request.expert_load is None else _read_load(request.expert_load),
+        ),
+        expandable_segments=request.expandable_segments,
+    )
+
+
+def _read_load(path: Path) -> tuple[float, ...]:
+    """A JSON list of numbers, or one number a line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--expert-load {path} cannot be read: {error.strerror or error}") from None
+    try:
+        values = json.loads(text) if text.lstrip().startswith("[") else text.split()
+        return tuple(float(value) for value in values)
+    except (ValueError, TypeError):
+        raise ConfigError(
+            f"--expert-load {path} is neither a JSON list of numbers nor a number a line; give one for each expert"
+        ) from None
+
+
+def _tokens(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        tokens = int(float(text))
+    except (ValueError, OverflowError):
+        tokens = 0
+    if tokens < 1:
+        raise ConfigError(f"--tokens is {text!r}; give a number of tokens, such as 1e12")
+    return tokens

@@ -1,0 +1,61 @@
+"""What a plan is made for: the machine, the ranks, the work, and the code that will run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from amalthea.config.run import RunConfig
+from amalthea.plan.accounting import account
+from amalthea.plan.allocator import AllocatorSettings
+from amalthea.plan.clusters import Cluster
+from amalthea.plan.devices import Reserves, device_cap_gib
+from amalthea.plan.events import Trace
+from amalthea.plan.step_speeds import Assumptions
+from amalthea.plan.trace import Workload, trace_step
+
+
+@dataclass(frozen=True)
+class Code:
+    """The code whose step is traced: `train.build.build` and `train.step.train_step`."""
+
+    build: Callable[..., Any]
+    train_step: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A machine and the work of one rank on it."""
+
+    cluster: Cluster
+    num_gpus: int
+    rank: int = 0
+    workload: Workload = field(default_factory=Workload)
+    assumptions: Assumptions = field(default_factory=Assumptions)
+    reserves: Reserves = field(default_factory=Reserves)
+    expandable_segments: bool = True
+
+    @property
+    def allocator(self) -> AllocatorSettings:
+        """The allocator of such a rank, under its cap."""
+        cap = device_cap_gib(self.cluster, self.reserves)
+        return AllocatorSettings(expandable_segments=self.expandable_segments, cap_gib=cap)
+
+    def trace(self, config: RunConfig, code: Code) -> Trace:
+        """One step of `config`. Host memory has no end here: what a step takes of it is compared afterwards."""
+        return trace_step(
+            config,
+            rank=self.rank,
+            world_size=self.num_gpus,
+            build=code.build,
+            train_step=code.train_step,
+            workload=self.workload,
+            node_ranks=min(self.cluster.gpus_per_node, self.num_gpus),
+        )
+
+    def model_flops_per_token(self, config: RunConfig) -> int:
+        """FLOP per token, forward and backward, over documents of the workload's length."""
+        counted = account(config.model, seq_len=config.data.seq_len, document_len=self.workload.document_tokens)
+        flops = counted.flops_per_token
+        return (flops.documents or flops.full_causal).model_total

@@ -1,0 +1,193 @@
+"""A quick plan: a few layers traced at two depths, and a straight line through them to the whole model.
+
+Blocks are alike, so seconds and bytes of a step grow by the same for each further group of blocks. The line is exact
+for what each layer adds; it errs where the peak's moment moves with depth, and in what the allocator strands, for which
+the deeper trace stands. Optimizer state is balanced over ranks only where there is much of it, so its bytes are
+counted instead. `tests/plan/test_sketch.py` holds the line against a deeper trace. A *simulation*, extrapolated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from amalthea.config.check import resolve
+from amalthea.config.run import RunConfig
+from amalthea.core.units import GIB
+from amalthea.plan.allocator import replay
+from amalthea.plan.devices import device_cap_gib, host_cap_bytes
+from amalthea.plan.fits import memory_floor
+from amalthea.plan.setting import Code, Setting
+from amalthea.plan.step_speeds import KERNEL_CLASSES
+from amalthea.plan.timeline import Timeline, simulate
+
+GROUPS = (4, 6)
+"""Groups of blocks that are traced, after the dense layers."""
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """Figures of one rank's step, as a whole plan would have them."""
+
+    tokens: int
+    step_s: float
+    optimizer_s: float
+    compute_s: float
+    busy_s: dict[str, float]
+    """By kind of kernel, collective or copy."""
+    exposed_s: dict[str, float]
+    """By kind of collective or copy; kinds may be exposed at once."""
+    mfu: float
+    hfu: float
+    by_class: dict[str, int]
+    """Bytes at the peak."""
+    reserved_bytes: int
+    """Demand, without a cap."""
+    host_bytes: int
+    device_cap_gib: float
+    host_cap_bytes: int
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.tokens / self.step_s
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(self.by_class.values())
+
+    @property
+    def problem(self) -> str | None:
+        """Why it does not fit; none where it does."""
+        reserved, allocated = self.reserved_bytes / GIB, self.allocated_bytes / GIB
+        if self.host_bytes > self.host_cap_bytes:
+            return f"host memory: {self.host_bytes / GIB:.1f} of {self.host_cap_bytes / GIB:.1f} GiB"
+        if reserved > self.device_cap_gib:
+            kind = "allocates" if allocated > self.device_cap_gib else "reserves"
+            needs = max(allocated, reserved) if kind == "reserves" else allocated
+            largest = max(self.by_class, key=lambda name: self.by_class[name])
+            return (
+                f"{kind} {needs:.1f} of {self.device_cap_gib:.1f} GiB; "
+                f"most is {largest}, {self.by_class[largest] / GIB:.1f}"
+            )
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "figures_are": "simulation",
+            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
+            "step_s": self.step_s,
+            "optimizer_s": self.optimizer_s,
+            "compute_s": self.compute_s,
+            "busy_s": self.busy_s,
+            "exposed_s": self.exposed_s,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "allocated_gib": self.allocated_bytes / GIB,
+            "reserved_gib": self.reserved_bytes / GIB,
+            "host_gib": self.host_bytes / GIB,
+            "by_class_gib": {name: value / GIB for name, value in self.by_class.items()},
+            "fits": self.problem is None,
+            "problem": self.problem,
+        }
+
+
+@dataclass(frozen=True)
+class _Shallow:
+    """One traced depth."""
+
+    layers: int
+    tokens: int
+    timeline: Timeline
+    by_class: dict[str, int]
+    reserved: int
+    allocated: int
+    host: int
+
+
+def sketch(config: RunConfig, setting: Setting, code: Code) -> Sketch:
+    """Plans `config` from two shallow traces; models that are no deeper than those are traced whole.
+
+    Raises ConfigError as `plan_run` does. Communication: none. Time: about 6 s of one core for any depth and ranks.
+    """
+    setting.cluster.check_holds(setting.num_gpus)
+    dense, per_group = config.model.num_dense_layers, config.memory.blocks_per_group
+    depths = [dense + groups * per_group for groups in GROUPS]
+    if config.model.num_layers <= depths[-1]:
+        depths = [config.model.num_layers] * 2
+    low = _shallow(config, setting, code, depths[0])
+    high = low if depths[0] == depths[1] else _shallow(config, setting, code, depths[1])
+    return _line(config, setting, low, high)
+
+
+def _shallow(config: RunConfig, setting: Setting, code: Code, layers: int) -> _Shallow:
+    model = config.model.model_copy(update={"num_layers": layers})
+    changed = config.model_copy(update={"model": model})
+    trace = setting.trace(changed, code)
+    memory = replay(trace, settings=setting.allocator)
+    peak = memory.demand.peak_allocated
+    timeline = simulate(trace, setting.cluster, assumptions=setting.assumptions)
+    return _Shallow(
+        layers=layers,
+        tokens=trace.tokens,
+        timeline=timeline,
+        by_class=peak.by_class,
+        reserved=memory.demand.peak_reserved.reserved_bytes,
+        allocated=peak.allocated_bytes,
+        host=memory.host_peak_bytes,
+    )
+
+
+def _line(config: RunConfig, setting: Setting, low: _Shallow, high: _Shallow) -> Sketch:
+    further = config.model.num_layers - high.layers
+    step = (high.layers - low.layers) or 1
+
+    def at(before: float, after: float) -> float:
+        return max(0.0, after + (after - before) / step * further)
+
+    first, last = low.timeline, high.timeline
+    step_s = at(first.step_s, last.step_s)
+    peak = setting.cluster.peak_flops_per_s
+    done = at(first.hfu * first.step_s, last.hfu * last.step_s) * peak
+    by_class = _classes(config, setting, low, high, further / step)
+    overhead = high.reserved - high.allocated
+    return Sketch(
+        tokens=high.tokens,
+        step_s=step_s,
+        optimizer_s=at(_optimizer_s(first), _optimizer_s(last)),
+        compute_s=at(first.lanes["compute"].busy_s, last.lanes["compute"].busy_s),
+        busy_s=_by_kind(first, last, at, exposed=False),
+        exposed_s=_by_kind(first, last, at, exposed=True),
+        mfu=setting.model_flops_per_token(config) * high.tokens / (step_s * peak),
+        hfu=done / (step_s * peak),
+        by_class=by_class,
+        reserved_bytes=sum(by_class.values()) + overhead,
+        host_bytes=round(at(low.host, high.host)),
+        device_cap_gib=device_cap_gib(setting.cluster, setting.reserves),
+        host_cap_bytes=host_cap_bytes(setting.cluster, setting.reserves),
+    )
+
+
+def _classes(config: RunConfig, setting: Setting, low: _Shallow, high: _Shallow, times: float) -> dict[str, int]:
+    found = {
+        name: max(0, round(value + (value - low.by_class.get(name, value)) * times))
+        for name, value in high.by_class.items()
+    }
+    if times:
+        floor = memory_floor(config, resolve(config, world_size=setting.num_gpus))
+        found["optimizer"] = max(floor.optimizer, high.by_class.get("optimizer", 0))
+    return found
+
+
+def _by_kind(first: Timeline, last: Timeline, at: Any, *, exposed: bool) -> dict[str, float]:
+    found = {}
+    for name, use in last.kinds.items():
+        before = first.kinds.get(name, use)
+        if not exposed:
+            found[name] = at(before.busy_s, use.busy_s)
+        elif name not in KERNEL_CLASSES:
+            found[name] = at(before.exposed_s, use.exposed_s)
+    return found
+
+
+def _optimizer_s(timeline: Timeline) -> float:
+    return sum(use.seconds for name, use in timeline.phases.items() if name.startswith("optimizer"))
