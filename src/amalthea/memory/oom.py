@@ -27,7 +27,6 @@ from amalthea.memory.tracker import StorageTracker
 
 NUM_HOLDERS = 10
 """Named in the message."""
-_IN_THE_FILE = 100
 
 _HOST_MESSAGES = ("DefaultCPUAllocator", "not enough memory", "can't allocate memory", "std::bad_alloc")
 
@@ -97,7 +96,7 @@ def take_snapshot(
         rank=rank,
         request=_request(error),
         peak=peak_memory(device, tracker),
-        holders=tuple(holders[:_IN_THE_FILE]),
+        holders=tuple(holders),
         stranded_by_stream=stranded_by_stream(torch.cuda.memory_snapshot(device)) if device.type == "cuda" else {},
         setting=setting_to_change(config),
     )
