@@ -1,6 +1,7 @@
 """What each memory lever saves, and what it costs: peak bytes and step time of one model, lever by lever.
 
-    python benchmarks/memory/run.py [--size tiny|long] [--device cpu|cuda] [--steps 3] [--json FILE]
+    python benchmarks/memory/run.py [--size tiny|long] [--device cpu|cuda] [--steps 3] [--lever NAME …]
+        [--json FILE]
 
 One process trains the same model on the same batches once for each lever. On a CPU storages are tracked, in steps
 apart from the timed ones, and a step's time is processor time; on a GPU the caching allocator's own figures are read,
@@ -251,6 +252,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="long")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--lever", choices=LEVERS, action="append", help="only this one beside `none`; may be repeated")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.device == "cpu":
@@ -258,7 +260,7 @@ def main() -> None:
     backend = "gloo" if arguments.device == "cpu" else "nccl"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     rows: list[Row] = []
-    for lever in LEVERS:
+    for lever in ["none", *arguments.lever] if arguments.lever else LEVERS:
         rows.append(measure(lever, SIZES[arguments.size], device=arguments.device, steps=arguments.steps))
         rows[-1].step_ratio = rows[-1].step_s / rows[0].step_s
         print(f"{lever}: {rows[-1].step_s:.2f} s a step", file=sys.stderr, flush=True)

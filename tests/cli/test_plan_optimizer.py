@@ -101,8 +101,8 @@ def test_the_picture_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Pa
             "marenostrum5-acc, leonardo, lumi-g, h100-sxm, h200-sxm, b200",
         ),
         (
-            ["plan", "quickstart", "--gpus", "4", "--cluster", "alps"],
-            "error: --gpus, --cluster only mean something with --optimizer; add it",
+            ["plan", "quickstart", "--gpus", "4", "--picture", "load.png"],
+            "error: --picture only means something with --optimizer; add it",
         ),
         (
             [*CUT, "parallel.dp_replicate=3"],

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from amalthea.config.run import RunConfig
 
 DEFAULT_CLUSTER = "jupiter"
+_OR_OPTIMIZER = ", or --optimizer"
 
 
 def _option(*names: str, help: str, metavar: str | None = None, minimum: int | None = None) -> Any:
@@ -122,11 +123,11 @@ def _check_options(
     if picture is not None and not optimizer:
         problems.append("--picture only means something with --optimizer; add it")
     if optimizer and run:
-        problems.append(f"{', '.join(run)} plan a whole run and --optimizer its last part alone; leave one out")
+        problems.append(f"{', '.join(run)}: not with --optimizer, which plans the optimizer step alone; leave one out")
     elif cluster is None and not optimizer:
         idle = [*run, *(["--gpus"] if gpus is not None else [])]
         if idle:
-            problems.append(f"{', '.join(idle)} need a machine; add --cluster NAME (or --optimizer)")
+            problems.append(f"no machine for {', '.join(idle)}; add --cluster NAME{_OR_OPTIMIZER * (not run)}")
     if problems:
         raise ConfigError(*problems)
 

@@ -14,7 +14,6 @@ from amalthea.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from amalthea.config.run import RunConfig
-    from amalthea.plan.run_plan import RunPlan
     from amalthea.plan.setting import Code, Setting
 
 
@@ -37,6 +36,7 @@ class Request:
 
 def plan_and_report(config: RunConfig, request: Request) -> tuple[dict[str, Any], list[Any]]:
     """The JSON and the tables of a run's plan; writes the files that were asked for. Raises ConfigError."""
+    from amalthea.cli.plan_extra_tables import check_tables, ladder_table, search_tables
     from amalthea.cli.plan_tables import run_tables
     from amalthea.plan.run_plan import plan_run
 
@@ -46,6 +46,31 @@ def plan_and_report(config: RunConfig, request: Request) -> tuple[dict[str, Any]
     code = _code()
     plan = plan_run(config, setting, code, tokens=tokens, say=say)
     document, parts = plan.to_json(), run_tables(plan)
+    found, rungs = None, ()
+    if request.search:
+        from amalthea.plan.search import search
+
+        found = search(config, setting, code, say=say)
+        document["search"] = found.to_json()
+        parts += search_tables(found, config.recipe)
+    if request.search or request.html is not None:
+        from amalthea.plan.levers import ladder
+
+        rungs = ladder(config, setting, code, say=say)
+        document["ladder"] = [rung.to_json() for rung in rungs]
+        parts.append(ladder_table(rungs))
+    if request.check:
+        from amalthea.plan.check_published import check_published
+        from amalthea.recipes.europa_1t import europa_1t
+
+        checked = check_published(europa_1t(), code, say=say)
+        document["check"] = checked.to_json()
+        parts += check_tables(checked)
+    if request.html is not None:
+        from amalthea.plan.page import write_page
+
+        write_page(request.html, plan, ladder=rungs, search=found)
+        document["html"] = str(request.html)
     if request.trace is not None:
         from amalthea.plan.perfetto import write_chrome_trace
 

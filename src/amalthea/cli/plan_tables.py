@@ -57,9 +57,7 @@ def _headline(plan: RunPlan, document: dict[str, Any]) -> Table:
     degrees = f"replicas {layout['dp_replicate']} · dp_shard {layout['dp_shard']} · cp {layout['cp']}"
     made.add_row("layout", f"ep {layout['ep']}", f"{degrees}; efsdp {layout['efsdp']}")
     made.add_row("tokens per GPU and step", f"{layout['tokens_per_gpu']:,}", _levers(layout))
-    made.add_row(
-        "tokens/s per GPU", f"{timeline['tokens_per_s_per_gpu']:,.0f}", "simulation", style="bold"
-    )
+    made.add_row("tokens/s per GPU", f"{timeline['tokens_per_s_per_gpu']:,.0f}", "simulation", style="bold")
     made.add_row("MFU, HFU", f"{timeline['mfu']:.1%}", f"{timeline['hfu']:.1%} with what is recomputed")
     verdict = "yes" if memory["fits"] else "no"
     made.add_row("fits", verdict, "; ".join(memory["problems"]), style="" if memory["fits"] else "bold red")

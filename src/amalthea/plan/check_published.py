@@ -1,9 +1,9 @@
 """Predictions beside published figures: the reference run before and after, and runs of peers.
 
-The reference run's layout is not published. One layout is stated (`REFERENCE_LAYOUT`) and every figure of it is
-predicted; nothing is fitted to a figure. Peers' rows are predicted for *this* code under a stated layout. It is slower
-than theirs: its kernels are eager, its dispatch waits, and whole blocks are recomputed. So one number, theirs over
-ours, is calibrated on the row that is marked, and the others are judged with it.
+The reference run's layout is not published. One layout is stated (`REFERENCE_LAYOUT`), chosen to come near three of
+the figures, and every figure is predicted with it; no other assumption is fitted. Peers' rows are predicted for *this*
+code under a stated layout. It is slower than theirs: its kernels are eager, its dispatch waits, and whole blocks are
+recomputed. So one number, theirs over ours, is calibrated on the row that is marked, and the others are judged with it.
 """
 
 from __future__ import annotations
@@ -28,22 +28,38 @@ REFERENCE_TOKENS = REFERENCE_GPUS * 65_536
 REFERENCE_LAYOUT = (
     "parallel.ep=4",
     "parallel.dp_replicate=4",
+    "parallel.cp=4",
     "parallel.reduce_dtype=bf16",
     "memory.recompute=block",
     "memory.offload=true",
+    "memory.sequences_per_gather=8",
     "memory.unshard_async_op=true",
+    f"train.global_batch_tokens={2 * REFERENCE_TOKENS}",
 )
-"""What is stated of the reference run: the experts of a node, gradients reduced in bf16, one sequence per GPU and step."""
+"""What is stated of the reference run, all of it inferred: experts and sequences shared by the GPUs of a node,
+gradients reduced in bf16, and 131,072 tokens per GPU and step under one gather of each block's parameters.
+
+Chosen among ten layouts that were tried, as the one nearest the published throughput and peaks; rows for which it was
+chosen say so, and show only that one layout can have all three. No assumption of the timeline was changed."""
 BEFORE = (
     *REFERENCE_LAYOUT,
     "memory.unshard_async_op=false",
+    "memory.sequences_per_gather=1",
+    "parallel.cp=1",
     "data.seq_len=8192",
     f"train.global_batch_tokens={REFERENCE_GPUS * 8192}",
 )
 """One reading of the time before: 8,192 tokens per GPU and step (FACTS §4, inferred)."""
 SHARED = (
-    "documents of 8,192 tokens; experts perfectly balanced; expandable segments",
-    "expert-parallel degree 4, gradients reduced in bf16, one sequence of 65,536 tokens per GPU and step (inferred)",
+    "documents of 8,192 tokens; experts perfectly balanced; nothing of NCCL's and CUDA's own memory",
+    "ep 4, cp 4, gradients reduced in bf16, 131,072 tokens per GPU and step under one gather (inferred)",
+)
+
+
+_CHOSEN_FOR = (
+    "throughput after",
+    "peak reserved, FSDP2's streams, default segments",
+    "peak reserved, unshard_async_op, expandable segments",
 )
 
 
@@ -57,7 +73,8 @@ class Row:
     published: float
     predicted: float
     use: str
-    """`predicted` from the stated layout alone, `calibrated` on this row, or `judged` by a calibration elsewhere."""
+    """`predicted` from the stated layout alone; `layout chosen` where the layout was chosen to come near; `calibrated`
+    on this row; or `judged` by a calibration elsewhere."""
     kind: str
     """estimate or simulation"""
     assumptions: tuple[str, ...]
@@ -89,7 +106,7 @@ def check_published(
 ) -> Check:
     """Predicts every row. `reference` is the reference model's recipe. Communication: none.
 
-    Time: about a minute of one core, half of it for peers.
+    Time: about two minutes of one core.
     """
     rows = [*_optimizer_rows(reference), *_reference_rows(reference, code, say)]
     calibration = None
@@ -109,32 +126,34 @@ def _optimizer_rows(reference: RunConfig) -> list[Row]:
 
 def _reference_rows(reference: RunConfig, code: Code, say: Callable[[str], None]) -> list[Row]:
     setting = Setting(get_cluster("jupiter"), REFERENCE_GPUS, workload=Workload(document_tokens=DOCUMENT_TOKENS))
-    optimizer_s = {one.published_s: one.estimated_s for one in published_estimates(reference.model)}
+    before_s, after_s = (one.estimated_s for one in published_estimates(reference.model))
+    default = (*REFERENCE_LAYOUT, "memory.unshard_async_op=false")
 
     def planned(name: str, overrides: tuple[str, ...]) -> Sketch:
         say(f"check {name}")
         return sketch(apply_overrides(reference, overrides), setting, code)
 
-    after = planned("reference, after", REFERENCE_LAYOUT)
-    default = planned("reference, FSDP2's streams", (*REFERENCE_LAYOUT, "memory.unshard_async_op=false"))
-    before = planned("reference, before", BEFORE)
-
-    def rate(of: Sketch, optimizer: float) -> float:
+    def rate(of: Sketch, optimizer_s: float) -> float:
         """Tokens/s/GPU with the published run's optimizer in place of ours."""
-        return of.tokens / (of.step_s - of.optimizer_s + optimizer)
+        return of.tokens / (of.step_s - of.optimizer_s + optimizer_s)
 
-    simulated = [
-        ("throughput before", "tokens/s/GPU", 90.0, rate(before, optimizer_s.get(41.7, 41.7)),
-         ("8,192 tokens per GPU and step (inferred)", "the optimizer step before, as estimated above")),
-        ("throughput after", "tokens/s/GPU", 1300.0, rate(after, optimizer_s.get(2.2, 2.2)),
-         ("the optimizer step after, as estimated above",)),
-        ("peak reserved, FSDP2's streams", "GiB", 88.1, default.reserved_bytes / GIB, ()),
-        ("peak reserved, unshard_async_op", "GiB", 74.6, after.reserved_bytes / GIB, ()),
-    ]  # fmt: skip
+    def row(name: str, unit: str, published: float, predicted: float, *more: str) -> Row:
+        use = "layout chosen" if name in _CHOSEN_FOR else "predicted"
+        return Row("reference", name, unit, published, predicted, use, "simulation", (*SHARED, *more))
+
+    after = planned("reference, after", REFERENCE_LAYOUT)
+    streams = planned("reference, FSDP2's streams", default)
+    before = planned("reference, before", BEFORE)
+    host = f"boundaries take {after.host_bytes / GIB:.0f} GiB of the host's 112: a tight fit, were it so"
     return [
-        Row("reference", name, unit, published, predicted, "predicted", "simulation", (*SHARED, *more))
-        for name, unit, published, predicted, more in simulated
-    ]
+        row("throughput before", "tokens/s/GPU", 90.0, rate(before, before_s),
+            "before: 8,192 tokens per GPU and step, cp 1 (inferred); optimizer as estimated above"),
+        row("throughput after", "tokens/s/GPU", 1300.0, rate(after, after_s), "optimizer as estimated above", host),
+        row("peak reserved, FSDP2's streams, default segments", "GiB", 88.1, streams.reserved_otherwise_bytes / GIB),
+        row("peak reserved, unshard_async_op, expandable segments", "GiB", 74.6, after.reserved_bytes / GIB),
+        row("the same, default segments", "GiB", 74.6, after.reserved_otherwise_bytes / GIB),
+        row("FSDP2's streams, expandable segments", "GiB", 88.1, streams.reserved_bytes / GIB),
+    ]  # fmt: skip
 
 
 def _peer_rows(code: Code, say: Callable[[str], None]) -> tuple[list[Row], float | None]:
@@ -177,8 +196,10 @@ def _verdict(rows: list[Row]) -> tuple[str, ...]:
     within = [row for row in of_reference if abs(row.error) <= EXPLAINED]
     beyond = [row for row in of_reference if abs(row.error) > EXPLAINED]
     said = [
-        f"one layout, with nothing fitted, explains within {EXPLAINED:.0%}: "
+        f"one layout, chosen for some of the rows, explains within {EXPLAINED:.0%}: "
         + ("; ".join(row.name for row in within) or "nothing"),
+        "the two peaks together need expandable segments to have come with unshard_async_op, which is not published; "
+        "retries are not predicted here: `amalthea plan` with the overrides of a layout counts them",
         "it does not explain: " + ("; ".join(f"{row.name} ({row.error:+.0%})" for row in beyond) or "nothing"),
     ]
     judged = [row for row in rows if row.use == "judged"]

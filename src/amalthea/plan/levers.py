@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from amalthea.config.check import resolve
 from amalthea.config.overrides import apply_overrides
 from amalthea.config.run import RunConfig
 from amalthea.plan.optimizer_published import is_reference, published_estimates
@@ -101,5 +102,11 @@ def levers(config: RunConfig, setting: Setting) -> Iterator[Lever]:
         yield Lever("recompute, FSDP2's streams, gradients in fp32", (*plain, "memory.recompute=block"))
         yield Lever("unshard_async_op", ("memory.unshard_async_op=true",))
     yield Lever("gradients reduced in bf16", ("parallel.reduce_dtype=bf16",))
-    doubled = ("memory.sequences_per_gather=2", f"train.global_batch_tokens={2 * batch}")
+    # As large as now, so that twice the batch is twice the passes.
+    microbatch = resolve(config, world_size=setting.num_gpus).microbatch_sequences
+    doubled = (
+        "memory.sequences_per_gather=2",
+        f"train.microbatch_sequences={microbatch}",
+        f"train.global_batch_tokens={2 * batch}",
+    )
     yield Lever("two passes under each gather, and twice the batch", doubled)

@@ -50,9 +50,7 @@ def _run(
         precision="bf16",
         model=model,
         data=DataConfig(seq_len=4096, tokenizer=TokenizerConfig(vocab_size=model.vocab_size)),
-        train=TrainConfig(
-            steps=1000, global_batch_tokens=num_gpus * sequences_per_rank * 4096, microbatch_sequences=4
-        ),
+        train=TrainConfig(steps=1000, global_batch_tokens=num_gpus * sequences_per_rank * 4096, microbatch_sequences=4),
         parallel=ParallelConfig.model_validate({"ep": ep, "ranks_per_node": 8, "reduce_dtype": "bf16"}),
         memory=memory,
         optim=_OPTIMIZER,

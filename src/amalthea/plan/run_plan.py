@@ -255,9 +255,7 @@ def plan_run(
     other = replay(trace, settings=replace(allocator, expandable_segments=not allocator.expandable_segments))
     say("timing the step")
     simulator = Simulator(trace, setting.cluster)
-    timeline = simulator.timeline(
-        setting.assumptions, model_flops_per_token=setting.model_flops_per_token(config)
-    )
+    timeline = simulator.timeline(setting.assumptions, model_flops_per_token=setting.model_flops_per_token(config))
     sensitivities = weights(simulator, setting, timeline)
     say("planning the optimizer's step")
     optimizer = plan_optimizer_step(config, num_gpus=setting.num_gpus)

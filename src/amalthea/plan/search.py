@@ -9,6 +9,8 @@ Letters: E experts, D hidden, T tokens of a rank and step, L layers.
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -26,9 +28,9 @@ from amalthea.plan.fits import memory_floor
 from amalthea.plan.setting import Code, Setting
 from amalthea.plan.sketch import Sketch, sketch
 
-MAX_EP, MAX_CP, MAX_REPLICAS, MAX_BATCHES = 64, 8, 16, 2
+MAX_EP, MAX_REPLICAS, MAX_BATCHES = 64, 16, 2
 """Bounds of what is tried; batches are multiples of the recipe's."""
-TRACED = 10
+TRACED = 12
 """Layouts that are traced, the best by formula of each kind; then changes of the best are."""
 SHARE_OF_PEAK = 0.5
 """For the formula only: what whole steps compute at, of the bf16 peak."""
@@ -92,7 +94,9 @@ class Search:
 def limits(found: Sketch) -> tuple[str, ...]:
     """What a step is made of, and what it could at best be."""
     exposed = sorted(found.exposed_s.items(), key=lambda pair: -pair[1])[:3]
-    kernels = {name: found.busy_s[name] for name in ("grouped", "memory", "matmul", "attention") if name in found.busy_s}
+    kernels = {
+        name: found.busy_s[name] for name in ("grouped", "memory", "matmul", "attention") if name in found.busy_s
+    }
     return (
         f"computing takes {found.compute_s:.1f} of {found.step_s:.1f} s: with all else hidden "
         f"{found.tokens / found.compute_s:,.0f} tokens/s/GPU",
@@ -106,7 +110,7 @@ def search(
 ) -> Search:
     """Finds layouts of `config` on `setting`.
 
-    Communication: none. Time: at most 18 sketches, two minutes of one core for a trillion parameters; `say` is told
+    Communication: none. Time: at most 22 sketches, three minutes of one core for a trillion parameters; `say` is told
     before each.
     """
     say("search bounds by arithmetic")
@@ -138,8 +142,10 @@ def combinations(config: RunConfig, setting: Setting) -> Iterator[RunConfig]:
     gpus, per_node, parallel = setting.num_gpus, setting.cluster.gpus_per_node, config.parallel
     eps = _degrees(MAX_EP, parallel.ep, config.model.moe.num_experts)
     replicas = _degrees(MAX_REPLICAS, parallel.dp_replicate, gpus)
-    cps = _degrees(MAX_CP, parallel.cp, config.model.num_heads)
+    cps = sorted({1, parallel.cp, per_node})
     dtypes = dict.fromkeys((parallel.reduce_dtype, "bf16"))
+    # Boundaries that the host has no room for stay on the device.
+    budget_gib = math.floor(host_cap_bytes(setting.cluster, setting.reserves) / GIB)
     for ep, replica, cp, dtype, batches in product(eps, replicas, cps, dtypes, range(1, MAX_BATCHES + 1)):
         batch = batches * config.train.global_batch_tokens
         sequences = batch // config.data.seq_len * cp // gpus
@@ -154,16 +160,16 @@ def combinations(config: RunConfig, setting: Setting) -> Iterator[RunConfig]:
                     "dp_shard": "auto",
                     "ep": ep,
                     "cp": cp,
-                    "dispatch": dispatch,
-                    "ranks_per_node": min(per_node, gpus),
                     "reduce_dtype": dtype,
+                    # Inside a node there is one way for tokens to travel.
+                    **({"dispatch": dispatch, "ranks_per_node": per_node} if len(dispatches) > 1 else {}),
                 },
                 memory={
                     "recompute": "block",
                     "blocks_per_group": per_group,
                     "sequences_per_gather": passes,
                     "offload": offload,
-                    "offload_budget_gib": None,
+                    "offload_budget_gib": budget_gib if offload else None,
                     "unshard_async_op": True,
                 },
                 train={"microbatch_sequences": 1, "global_batch_tokens": batch},
@@ -189,6 +195,8 @@ def overrides_of(config: RunConfig, changed: RunConfig) -> tuple[str, ...]:
 
 
 def _typed(value: Any) -> str:
+    if isinstance(value, tuple):
+        return json.dumps(list(value), separators=(",", ":"))
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
@@ -206,18 +214,19 @@ def _bounded(config: RunConfig, setting: Setting) -> tuple[list[Candidate], Coun
             refused["degrees contradict each other"] += 1
             continue
         floor = memory_floor(changed, resolved)
-        if floor.device > room:
+        # While a group computes, the next one's parameters are gathered.
+        if floor.device + floor.gathered > room:
             refused[f"device memory, most of it {max(floor.by_class, key=lambda n: floor.by_class[n])}"] += 1
         elif floor.host > host:
             refused["host memory"] += 1
         else:
             rough = rough_s_per_token(changed, resolved, setting, work)
             passed.append(Candidate(changed, overrides_of(config, changed), rough))
-    return sorted(passed, key=lambda one: one.rough_s_per_token), refused
+    return sorted(passed, key=lambda one: (one.rough_s_per_token, len(one.overrides))), refused
 
 
 def rough_s_per_token(config: RunConfig, resolved: ResolvedRun, setting: Setting, work: Any) -> float:
-    """Computing and dispatch, or the network's gathers where these take longer. An *estimate*, to choose what to trace."""
+    """Computing, or gathers where these take longer, and dispatch. An *estimate*, to choose what to trace."""
     flops = work.flops_per_token.documents or work.flops_per_token.full_causal
     cluster, model = setting.cluster, config.model
     rate = cluster.inter_bytes_per_s * setting.assumptions.network
@@ -241,7 +250,8 @@ def _best_of_each_kind(candidates: list[Candidate], number: int) -> list[Candida
     first: dict[tuple[Any, ...], Candidate] = {}
     for candidate in candidates:
         of, memory = candidate.config, candidate.config.memory
-        kind = (of.parallel.ep, of.parallel.cp, of.train.global_batch_tokens, memory.sequences_per_gather)
+        batch, cut = of.train.global_batch_tokens, of.parallel.cp
+        kind = (of.parallel.ep, cut, batch, memory.sequences_per_gather, memory.blocks_per_group)
         first.setdefault(kind, candidate)
     return list(first.values())[:number]
 
@@ -259,11 +269,13 @@ def _neighbours(config: RunConfig, best: Candidate) -> list[Candidate]:
         ("memory", {"offload_optimizer": not memory.offload_optimizer}),
         ("parallel", {"reduce_dtype": "fp32" if parallel.reduce_dtype == "bf16" else "bf16"}),
         ("parallel", {"reshard_after_forward": not parallel.reshard_after_forward}),
+        ("parallel", {"dp_replicate": max(1, parallel.dp_replicate // 2)}),
     ]
     found = []
     for group, values in changes:
         changed = _changed(best.config, **{group: values})
-        found.append(Candidate(changed, overrides_of(config, changed), best.rough_s_per_token))
+        if changed != best.config:
+            found.append(Candidate(changed, overrides_of(config, changed), best.rough_s_per_token))
     return found
 
 

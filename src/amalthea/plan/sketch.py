@@ -8,7 +8,7 @@ counted instead. `tests/plan/test_sketch.py` holds the line against a deeper tra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from amalthea.config.check import resolve
@@ -43,6 +43,8 @@ class Sketch:
     """Bytes at the peak."""
     reserved_bytes: int
     """Demand, without a cap."""
+    reserved_otherwise_bytes: int
+    """The same without expandable segments, or with, where the setting is without."""
     host_bytes: int
     device_cap_gib: float
     host_cap_bytes: int
@@ -84,6 +86,7 @@ class Sketch:
             "hfu": self.hfu,
             "allocated_gib": self.allocated_bytes / GIB,
             "reserved_gib": self.reserved_bytes / GIB,
+            "reserved_gib_other_allocator": self.reserved_otherwise_bytes / GIB,
             "host_gib": self.host_bytes / GIB,
             "by_class_gib": {name: value / GIB for name, value in self.by_class.items()},
             "fits": self.problem is None,
@@ -100,8 +103,11 @@ class _Shallow:
     timeline: Timeline
     by_class: dict[str, int]
     reserved: int
+    reserved_otherwise: int
     allocated: int
     host: int
+    peak: str
+    """The part of the step in which most is allocated."""
 
 
 def sketch(config: RunConfig, setting: Setting, code: Code) -> Sketch:
@@ -116,6 +122,9 @@ def sketch(config: RunConfig, setting: Setting, code: Code) -> Sketch:
         depths = [config.model.num_layers] * 2
     low = _shallow(config, setting, code, depths[0])
     high = low if depths[0] == depths[1] else _shallow(config, setting, code, depths[1])
+    if low.peak != high.peak and config.model.num_layers > (deeper := depths[1] + 2 * per_group):
+        # The peak has moved: from here on it stays.
+        low, high = high, _shallow(config, setting, code, deeper)
     return _line(config, setting, low, high)
 
 
@@ -124,6 +133,7 @@ def _shallow(config: RunConfig, setting: Setting, code: Code, layers: int) -> _S
     changed = config.model_copy(update={"model": model})
     trace = setting.trace(changed, code)
     memory = replay(trace, settings=setting.allocator)
+    switched = replace(setting.allocator, expandable_segments=not setting.expandable_segments, cap_gib=None)
     peak = memory.demand.peak_allocated
     timeline = simulate(trace, setting.cluster, assumptions=setting.assumptions)
     return _Shallow(
@@ -132,8 +142,10 @@ def _shallow(config: RunConfig, setting: Setting, code: Code, layers: int) -> _S
         timeline=timeline,
         by_class=peak.by_class,
         reserved=memory.demand.peak_reserved.reserved_bytes,
+        reserved_otherwise=replay(trace, settings=switched).demand.peak_reserved.reserved_bytes,
         allocated=peak.allocated_bytes,
         host=memory.host_peak_bytes,
+        peak=peak.phase.name,
     )
 
 
@@ -149,7 +161,7 @@ def _line(config: RunConfig, setting: Setting, low: _Shallow, high: _Shallow) ->
     peak = setting.cluster.peak_flops_per_s
     done = at(first.hfu * first.step_s, last.hfu * last.step_s) * peak
     by_class = _classes(config, setting, low, high, further / step)
-    overhead = high.reserved - high.allocated
+    allocated = sum(by_class.values())
     return Sketch(
         tokens=high.tokens,
         step_s=step_s,
@@ -160,7 +172,8 @@ def _line(config: RunConfig, setting: Setting, low: _Shallow, high: _Shallow) ->
         mfu=setting.model_flops_per_token(config) * high.tokens / (step_s * peak),
         hfu=done / (step_s * peak),
         by_class=by_class,
-        reserved_bytes=sum(by_class.values()) + overhead,
+        reserved_bytes=allocated + high.reserved - high.allocated,
+        reserved_otherwise_bytes=allocated + high.reserved_otherwise - high.allocated,
         host_bytes=round(at(low.host, high.host)),
         device_cap_gib=device_cap_gib(setting.cluster, setting.reserves),
         host_cap_bytes=host_cap_bytes(setting.cluster, setting.reserves),
@@ -168,10 +181,14 @@ def _line(config: RunConfig, setting: Setting, low: _Shallow, high: _Shallow) ->
 
 
 def _classes(config: RunConfig, setting: Setting, low: _Shallow, high: _Shallow, times: float) -> dict[str, int]:
-    found = {
-        name: max(0, round(value + (value - low.by_class.get(name, value)) * times))
-        for name, value in high.by_class.items()
-    }
+    growing = {"parameters", "gradients", "activations", "boundaries"}
+    if not config.parallel.reshard_after_forward:
+        growing.add("gathered")
+    found = {}
+    for name, value in high.by_class.items():
+        before = low.by_class.get(name, 0)
+        # What lives for a block only is as large at any depth; between depths it differs where the peak has moved.
+        found[name] = round(value + max(0, value - before) * times) if name in growing else max(value, before)
     if times:
         floor = memory_floor(config, resolve(config, world_size=setting.num_gpus))
         found["optimizer"] = max(floor.optimizer, high.by_class.get("optimizer", 0))

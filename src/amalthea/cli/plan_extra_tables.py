@@ -1,0 +1,87 @@
+"""The tables of `amalthea plan --search`, `--check` and of the ladder of levers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from amalthea.cli.console import table
+from amalthea.cli.plan_tables import lines
+from amalthea.core.units import GIB
+
+if TYPE_CHECKING:
+    from amalthea.plan.check_published import Check
+    from amalthea.plan.levers import Rung
+    from amalthea.plan.search import Candidate, Search
+
+_NO_PLACE = "–"
+
+
+def search_tables(found: Search, recipe: str) -> list[Any]:
+    """The ranked, the infeasible with reasons, what limits the best, and the best to paste."""
+    ranked = _layouts("layouts that fit (simulation)", found.ranked)
+    parts: list[Any] = [ranked]
+    if found.infeasible:
+        parts.append(_layouts("layouts that do not", found.infeasible))
+    refused = [f"{count:,} by arithmetic: {reason}" for reason, count in found.refused.items()]
+    parts.append(lines(f"{found.num_considered:,} combinations; refused before any trace", refused))
+    parts.append(lines("what limits the best", found.limits()))
+    if found.best is not None:
+        paste = " ".join(("amalthea train", recipe, *found.best.overrides))
+        parts.append(Text("the best, to paste\n", style="bold").append(paste, style="not bold"))
+    return parts
+
+
+def _layouts(title: str, candidates: Sequence[Candidate]) -> Table:
+    made = table(title, "changes", "tokens/s/GPU", "step", "exposed", "reserved", "host", "why not")
+    made.columns[-1].justify = "left"
+    for one in candidates:
+        drawn = one.sketch
+        if drawn is None:
+            made.add_row(" ".join(one.overrides), *(_NO_PLACE,) * 5, one.problem)
+            continue
+        exposed = drawn.step_s - drawn.compute_s
+        made.add_row(
+            " ".join(one.overrides) or "as the recipe",
+            f"{one.tokens_per_s_per_gpu:,.0f}",
+            f"{drawn.step_s:.1f} s",
+            f"{exposed:.1f} s",
+            f"{drawn.reserved_bytes / GIB:.1f} GiB",
+            f"{drawn.host_bytes / GIB:.1f} GiB",
+            one.problem or "",
+        )
+    return made
+
+
+def ladder_table(rungs: Sequence[Rung]) -> Table:
+    """What each lever is worth."""
+    made = table("ladder of levers (simulation)", "lever", "tokens/s/GPU", "step", "reserved", "host", "")
+    made.columns[-1].justify = "left"
+    for rung in rungs:
+        made.add_row(
+            rung.lever.name,
+            f"{rung.tokens_per_s_per_gpu:,.0f}",
+            f"{rung.step_s:.1f} s",
+            f"{rung.sketch.reserved_bytes / GIB:.1f} GiB",
+            f"{rung.sketch.host_bytes / GIB:.1f} GiB",
+            rung.sketch.problem or "",
+        )
+    return made
+
+
+def check_tables(check: Check) -> list[Any]:
+    """Predicted beside published, and what the rows say together."""
+    made = table("published figures", "figure", "published", "predicted", "error", "how")
+    for row in check.rows:
+        made.add_row(
+            f"{row.name}, {row.unit}",
+            f"{row.published:,.4g}",
+            f"{row.predicted:,.4g}",
+            f"{row.error:+.0%}",
+            f"{row.use}, {row.kind}",
+        )
+    assumed = {line: None for row in check.rows for line in row.assumptions}
+    return [made, lines("in words", check.verdict), lines("assumptions of these rows", list(assumed))]
