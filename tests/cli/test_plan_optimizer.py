@@ -101,7 +101,7 @@ def test_the_picture_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Pa
             "marenostrum5-acc, leonardo, lumi-g, h100-sxm, h200-sxm, b200",
         ),
         (
-            ["plan", "quickstart", "--gpus", "4", "--picture", "load.png"],
+            ["plan", "quickstart", "--picture", "load.png"],
             "error: --picture only means something with --optimizer; add it",
         ),
         (
