@@ -42,6 +42,7 @@ def run(
     world = discover(device=config.device)
     try:
         resolved = resolve(config, world_size=world.size)
+        check_memory(config, resolved, world)
     except ConfigError as error:
         if world.is_main:
             raise
@@ -55,6 +56,23 @@ def run(
             store=store,
             run_dir=run_dir or RUNS_FOLDER,
         )
+
+
+def check_memory(config: RunConfig, resolved: ResolvedRun, world: World) -> None:
+    """Refuses a run whose state alone exceeds this rank's memory, before anything is prepared or built.
+
+    On a CPU tensors are in host memory. Raises ConfigError, naming what is largest and what would fit.
+    """
+    from amalthea.memory.offload import host_available_bytes
+    from amalthea.plan.fits import check_fits
+
+    host_bytes = host_available_bytes() // world.local_size
+    device_bytes = host_bytes
+    if world.device == "cuda":
+        import torch
+
+        device_bytes = torch.cuda.get_device_properties(world.local_rank).total_memory
+    check_fits(config, resolved, device_bytes, host_bytes)
 
 
 def new_run_dir(recipe: str, *, now: datetime, parent: Path = RUNS_FOLDER) -> Path:

@@ -1,0 +1,24 @@
+"""A run that cannot fit is refused at once, in one line."""
+
+from __future__ import annotations
+
+import pytest
+from support.tiny import tiny_config
+
+from amalthea.config.check import resolve
+from amalthea.core.errors import ConfigError
+from amalthea.core.world import World
+from amalthea.launch.train import check_memory
+from amalthea.recipes.europa_1t import europa_1t
+
+
+@pytest.mark.case(11)
+def test_the_reference_model_on_one_machine_is_refused_before_anything_is_made() -> None:
+    config = europa_1t()
+    with pytest.raises(ConfigError, match=r"needs at least .* of device memory on a rank.*; most is "):
+        check_memory(config, resolve(config, world_size=1536), World(size=1536, local_size=4096))
+
+
+def test_a_small_run_fits() -> None:
+    config = tiny_config()
+    check_memory(config, resolve(config, world_size=1), World())
