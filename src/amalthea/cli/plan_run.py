@@ -40,7 +40,7 @@ def plan_and_report(config: RunConfig, request: Request) -> tuple[dict[str, Any]
     from amalthea.cli.plan_tables import run_tables
     from amalthea.plan.run_plan import plan_run
 
-    say = Progress(Console(stderr=True, highlight=False), every_s=2.0)
+    say = Progress(Console(stderr=True, highlight=False), every_s=0.0)
     setting, tokens = _setting(config, request), _tokens(request.tokens)
     setting.cluster.check_holds(setting.num_gpus)
     code = _code()

@@ -1,8 +1,8 @@
 """Looks for faster layouts that fit: many by arithmetic, a few of them traced.
 
-First every combination of degrees and levers is held against the lower bound of memory (`plan/fits.py`) and given a
-rough time by formula; then the best of each kind are sketched from real traces (`plan/sketch.py`); last, each lever of
-the best is changed once. What does not fit is kept, with the reason.
+First every combination of degrees and levers is held against a bound of memory (`plan/fits.py`, and what a group's
+backward takes beside it) and given a rough time by formula; then the best of each kind are sketched from real traces
+(`plan/sketch.py`); last, each lever of the best is changed once. What does not fit is kept, with the reason.
 
 Letters: E experts, D hidden, T tokens of a rank and step, L layers.
 """
@@ -22,16 +22,17 @@ from amalthea.config.load import flatten
 from amalthea.config.run import RunConfig
 from amalthea.core.errors import ConfigError
 from amalthea.core.units import GIB
+from amalthea.memory.estimate import block_bytes
 from amalthea.plan.accounting import BF16_BYTES, FP32_BYTES, account
 from amalthea.plan.devices import device_cap_gib, host_cap_bytes
-from amalthea.plan.fits import memory_floor
+from amalthea.plan.fits import Floor, memory_floor
 from amalthea.plan.setting import Code, Setting
 from amalthea.plan.sketch import Sketch, sketch
 
 MAX_EP, MAX_REPLICAS, MAX_BATCHES = 64, 16, 2
 """Bounds of what is tried; batches are multiples of the recipe's."""
-TRACED = 12
-"""Layouts that are traced, the best by formula of each kind; then changes of the best are."""
+TRACED = 9
+"""Layouts that are traced beside the recipe's own, the best by formula of each kind; then changes of the best are."""
 SHARE_OF_PEAK = 0.5
 """For the formula only: what whole steps compute at, of the bf16 peak."""
 
@@ -110,12 +111,13 @@ def search(
 ) -> Search:
     """Finds layouts of `config` on `setting`.
 
-    Communication: none. Time: at most 22 sketches, three minutes of one core for a trillion parameters; `say` is told
+    Communication: none. Time: at most 20 sketches, three minutes of one core for a trillion parameters; `say` is told
     before each.
     """
     say("search bounds by arithmetic")
     candidates, refused = _bounded(config, setting)
-    chosen = _best_of_each_kind(candidates, TRACED)
+    own = Candidate(config, (), 0.0)
+    chosen = [own, *_best_of_each_kind(candidates, TRACED)]
     tried: dict[tuple[str, ...], Candidate] = {}
     for number, candidate in enumerate(chosen, 1):
         say(f"search {number} of {len(chosen)}: {' '.join(candidate.overrides)}")
@@ -150,8 +152,8 @@ def combinations(config: RunConfig, setting: Setting) -> Iterator[RunConfig]:
         batch = batches * config.train.global_batch_tokens
         sequences = batch // config.data.seq_len * cp // gpus
         dispatches = ("flat", "hierarchical") if ep > per_node and ep % per_node == 0 else ("flat",)
-        for dispatch, passes, per_group, offload in product(
-            dispatches, dict.fromkeys((1, max(1, sequences))), (1, 2), (True, False)
+        for dispatch, passes, per_group, (offload, budget) in product(
+            dispatches, dict.fromkeys((1, max(1, sequences))), (1, 2), ((True, None), (True, budget_gib), (False, None))
         ):
             yield _changed(
                 config,
@@ -169,7 +171,7 @@ def combinations(config: RunConfig, setting: Setting) -> Iterator[RunConfig]:
                     "blocks_per_group": per_group,
                     "sequences_per_gather": passes,
                     "offload": offload,
-                    "offload_budget_gib": budget_gib if offload else None,
+                    "offload_budget_gib": budget,
                     "unshard_async_op": True,
                 },
                 train={"microbatch_sequences": 1, "global_batch_tokens": batch},
@@ -201,7 +203,7 @@ def _typed(value: Any) -> str:
 
 
 def _bounded(config: RunConfig, setting: Setting) -> tuple[list[Candidate], Counter[str]]:
-    """Those that the lower bound lets pass, the fastest by formula first; and why the others do not."""
+    """Those that the bound lets pass, the fastest by formula first; and why the others do not."""
     room = int(device_cap_gib(setting.cluster, setting.reserves) * GIB)
     host = host_cap_bytes(setting.cluster, setting.reserves)
     work = account(config.model, seq_len=config.data.seq_len, document_len=setting.workload.document_tokens)
@@ -214,15 +216,29 @@ def _bounded(config: RunConfig, setting: Setting) -> tuple[list[Candidate], Coun
             refused["degrees contradict each other"] += 1
             continue
         floor = memory_floor(changed, resolved)
-        # While a group computes, the next one's parameters are gathered.
-        if floor.device + floor.gathered > room:
-            refused[f"device memory, most of it {max(floor.by_class, key=lambda n: floor.by_class[n])}"] += 1
+        needed = floor.by_class | rough_bytes(changed, resolved, floor)
+        if sum(needed.values()) > room:
+            refused[f"device memory, most of it {max(needed, key=lambda n: needed[n])}"] += 1
         elif floor.host > host:
             refused["host memory"] += 1
         else:
             rough = rough_s_per_token(changed, resolved, setting, work)
             passed.append(Candidate(changed, overrides_of(config, changed), rough))
     return sorted(passed, key=lambda one: (one.rough_s_per_token, len(one.overrides))), refused
+
+
+def rough_bytes(config: RunConfig, resolved: ResolvedRun, floor: Floor) -> dict[str, int]:
+    """What the backward of a group of blocks takes beyond the bound, by formula, to choose what to trace.
+
+    The next group's parameters, this one's gradients before they are reduced, and what is recomputed, with half as much
+    of its gradients.
+    """
+    per_group, model = config.memory.blocks_per_group, config.model
+    width = BF16_BYTES if config.precision == "bf16" else FP32_BYTES
+    tokens = resolved.microbatch_sequences * config.data.seq_len // resolved.cp
+    # The formula of `memory/estimate.py` counts fp32.
+    recomputed = block_bytes(model, is_dense=False) * width // FP32_BYTES * tokens * per_group * 3 // 2
+    return {"gathered": 3 * floor.gathered, "recomputed": recomputed}
 
 
 def rough_s_per_token(config: RunConfig, resolved: ResolvedRun, setting: Setting, work: Any) -> float:
