@@ -49,6 +49,19 @@ def test_ten_layers_follow_from_four_and_six() -> None:
     assert drawn.reserved_bytes == pytest.approx(memory.peak_reserved.reserved_bytes, rel=0.15)
 
 
+def test_boundaries_over_the_hosts_budget_stay_on_the_device() -> None:
+    config = wide(24, 8)
+    boundary = 4 * SEQ_LEN * 256 * 2
+    budget_gib = 12 * boundary / 1024**3
+    memory = {"offload": True, "offload_budget_gib": budget_gib}
+    kept = config.model_copy(update={"memory": config.memory.model_copy(update=memory)})
+    free = config.model_copy(update={"memory": config.memory.model_copy(update={"offload": True})})
+    setting = Setting(MACHINE, 8)
+    some, all_ = sketch(kept, setting, CODE), sketch(free, setting, CODE)
+    assert (all_.host_bytes, some.host_bytes) == (23 * boundary, 12 * boundary)
+    assert some.allocated_bytes - all_.allocated_bytes == 11 * boundary
+
+
 def test_a_model_that_is_no_deeper_is_traced_whole() -> None:
     setting, config = Setting(MACHINE, 8), wide(2, 8)
     drawn, trace = sketch(config, setting, CODE), setting.trace(config, CODE)

@@ -161,6 +161,9 @@ def _line(config: RunConfig, setting: Setting, low: _Shallow, high: _Shallow) ->
     peak = setting.cluster.peak_flops_per_s
     done = at(first.hfu * first.step_s, last.hfu * last.step_s) * peak
     by_class = _classes(config, setting, low, high, further / step)
+    host = round(at(low.host, high.host))
+    stays = _over_budget(config, setting, host)
+    by_class["boundaries"] = by_class.get("boundaries", 0) + stays
     allocated = sum(by_class.values())
     return Sketch(
         tokens=high.tokens,
@@ -174,7 +177,7 @@ def _line(config: RunConfig, setting: Setting, low: _Shallow, high: _Shallow) ->
         by_class=by_class,
         reserved_bytes=allocated + high.reserved - high.allocated,
         reserved_otherwise_bytes=allocated + high.reserved_otherwise - high.allocated,
-        host_bytes=round(at(low.host, high.host)),
+        host_bytes=host - stays,
         device_cap_gib=device_cap_gib(setting.cluster, setting.reserves),
         host_cap_bytes=host_cap_bytes(setting.cluster, setting.reserves),
     )
@@ -193,6 +196,18 @@ def _classes(config: RunConfig, setting: Setting, low: _Shallow, high: _Shallow,
         floor = memory_floor(config, resolve(config, world_size=setting.num_gpus))
         found["optimizer"] = max(floor.optimizer, high.by_class.get("optimizer", 0))
     return found
+
+
+def _over_budget(config: RunConfig, setting: Setting, host: int) -> int:
+    """Boundaries' bytes on the host that its budget has no room for; shallow traces stay below it, and do not show."""
+    budget_gib = config.memory.offload_budget_gib
+    if budget_gib is None:
+        return 0
+    optimizer = 0
+    if config.memory.offload_optimizer:
+        here = config.model_copy(update={"memory": config.memory.model_copy(update={"offload_optimizer": False})})
+        optimizer = memory_floor(here, resolve(here, world_size=setting.num_gpus)).optimizer
+    return max(0, host - optimizer - int(budget_gib * GIB))
 
 
 def _by_kind(first: Timeline, last: Timeline, at: Any, *, exposed: bool) -> dict[str, float]:
