@@ -83,3 +83,11 @@ def test_where_nothing_helps_it_says_how_many_times_the_machine() -> None:
     line = refusal(config, 1000, world_size=1)
     assert "no memory setting is enough" in line
     assert "times as many GPUs" in line
+
+
+def test_what_goes_with_a_pass_is_less_where_ranks_share_sequences() -> None:
+    config = europa_1t()
+    resolved = resolve(config, world_size=1536)
+    room = memory_floor(config, resolved).device + 20 * GIB
+    first = remedies_that_fit(config, resolved, room, PLENTY, pass_bytes=38 * GIB)[0]
+    assert first == ("parallel.cp=2", "parallel.dp_shard=auto", "memory.sequences_per_gather=2")

@@ -50,16 +50,14 @@ def test_ten_layers_follow_from_four_and_six() -> None:
 
 
 def test_boundaries_over_the_hosts_budget_stay_on_the_device() -> None:
-    config = wide(24, 8)
+    config = wide(16, 8)
     boundary = 4 * SEQ_LEN * 256 * 2
-    budget_gib = 12 * boundary / 1024**3
-    memory = {"offload": True, "offload_budget_gib": budget_gib}
+    memory = {"offload": True, "offload_budget_gib": 12 * boundary / 1024**3}
     kept = config.model_copy(update={"memory": config.memory.model_copy(update=memory)})
-    free = config.model_copy(update={"memory": config.memory.model_copy(update={"offload": True})})
-    setting = Setting(MACHINE, 8)
-    some, all_ = sketch(kept, setting, CODE), sketch(free, setting, CODE)
-    assert (all_.host_bytes, some.host_bytes) == (23 * boundary, 12 * boundary)
-    assert some.allocated_bytes - all_.allocated_bytes == 11 * boundary
+    drawn = sketch(kept, Setting(MACHINE, 8), CODE)
+    assert drawn.host_bytes == 12 * boundary
+    # Three of fifteen that could travel, and what is there of those that do.
+    assert 3 * boundary < drawn.by_class["boundaries"] <= 7 * boundary
 
 
 def test_a_model_that_is_no_deeper_is_traced_whole() -> None:

@@ -103,9 +103,13 @@ def check_fits(config: RunConfig, resolved: ResolvedRun, device_bytes: int, host
 
 
 def remedies_that_fit(
-    config: RunConfig, resolved: ResolvedRun, device_bytes: int, host_bytes: int
+    config: RunConfig, resolved: ResolvedRun, device_bytes: int, host_bytes: int, *, pass_bytes: int = 0
 ) -> tuple[tuple[str, ...], ...]:
-    """Up to three sets of overrides, the cheapest in time first, with which the lower bound fits."""
+    """Up to three sets of overrides, the cheapest in time first, with which the lower bound fits.
+
+    `pass_bytes`, where they are known, come on top in proportion to the tokens of a pass.
+    """
+    tokens = _pass_tokens(resolved)
     found: list[tuple[str, ...]] = []
     for overrides in (*_CHANGES, *_replica_changes(resolved), *_context_changes(config, resolved)):
         changed = _changed(config, resolved, overrides)
@@ -113,7 +117,8 @@ def remedies_that_fit(
             continue
         floor = memory_floor(*changed)
         is_wider = any(set(other) <= set(overrides) for other in found)
-        if floor.device <= device_bytes and floor.host <= host_bytes and not is_wider:
+        device = floor.device + pass_bytes * _pass_tokens(changed[1]) / tokens
+        if device <= device_bytes and floor.host <= host_bytes and not is_wider:
             found.append(overrides)
     return tuple(found[:3])
 
@@ -154,8 +159,17 @@ def _replica_changes(resolved: ResolvedRun) -> Iterator[tuple[str, ...]]:
             yield (f"parallel.dp_replicate={fewer}", "parallel.dp_shard=auto")
 
 
+def _pass_tokens(resolved: ResolvedRun) -> float:
+    """In sequences."""
+    return resolved.microbatch_sequences / resolved.cp
+
+
 def _context_changes(config: RunConfig, resolved: ResolvedRun) -> Iterator[tuple[str, ...]]:
-    """Ranks that share sequences hold fewer tokens each; the batch becomes smaller in proportion."""
+    """Ranks that share sequences hold less of each: more passes of fewer tokens, or a smaller batch."""
+    passes = config.memory.sequences_per_gather
+    for cp in (2, 4, 8, 16):
+        if resolved.cp == 1 and resolved.fsdp % cp == 0:
+            yield (f"parallel.cp={cp}", "parallel.dp_shard=auto", f"memory.sequences_per_gather={passes * cp}")
     for cp in (2, 4, 8, 16):
         if resolved.cp == 1 and resolved.fsdp % cp == 0 and resolved.sequences_per_rank == resolved.gather_sequences:
             batch = config.train.global_batch_tokens // cp

@@ -299,8 +299,14 @@ def weights(simulator: Simulator, setting: Setting, timeline: Timeline) -> tuple
 def _remedies(plan: RunPlan) -> tuple[tuple[str, ...], ...]:
     """By the lower bound, with what this step needs beyond it added to the bound of each change."""
     floor = memory_floor(plan.config, plan.resolved)
-    beyond = max(0, plan.memory.demand.peak_allocated.allocated_bytes - floor.device)
+    peak = plan.memory.demand.peak_allocated
+    of_pass = peak.by_class.get("recomputed", 0) + peak.by_class.get("activations", 0)
+    beyond = max(0, peak.allocated_bytes - floor.device - of_pass)
     room = int(device_cap_gib(plan.setting.cluster, plan.setting.reserves) * GIB) - beyond
     return remedies_that_fit(
-        plan.config, plan.resolved, room, host_cap_bytes(plan.setting.cluster, plan.setting.reserves)
+        plan.config,
+        plan.resolved,
+        room,
+        host_cap_bytes(plan.setting.cluster, plan.setting.reserves),
+        pass_bytes=of_pass,
     )
