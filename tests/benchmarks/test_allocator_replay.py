@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -11,30 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from support.programs import load_benchmark
 from support.ranks import run_ranks
 from support.tiny import tiny_config
 
 from amalthea.core.errors import DataError
 from amalthea.core.world import World
 
-RUN = Path(__file__).parents[2] / "benchmarks" / "allocator_replay" / "run.py"
 MIB = 1024**2
 SEGMENT, SMALL, GATHER = 0x7F0000000000, 0x7F0010000000, 0x7F0020000000
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("allocator_replay_run", RUN)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:
-    return load()
+    return load_benchmark("allocator_replay")
 
 
 def entry(action: str, address: int, mib: float, stream: int = 0) -> dict[str, Any]:
@@ -155,7 +144,7 @@ def test_recording_without_a_gpu_says_what_it_needs(
 
 
 def losses(world: World) -> list[float]:
-    step = load().training_steps(tiny_config(), "cpu")
+    step = load_benchmark("allocator_replay").training_steps(tiny_config(), "cpu")
     return [step(number) for number in (0, 0, 0)]
 
 

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-
-RUN = Path(__file__).parents[2] / "benchmarks" / "optimizer_gpu" / "run.py"
+from support.programs import load_benchmark
 
 
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("optimizer_gpu_run", RUN)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("optimizer_gpu")
 
 
 def test_the_busiest_rank_has_one_expert_of_each_layer_and_a_dense_matrix(benchmark: ModuleType) -> None:

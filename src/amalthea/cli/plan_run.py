@@ -45,7 +45,8 @@ def plan_and_report(config: RunConfig, request: Request) -> tuple[dict[str, Any]
     setting.cluster.check_holds(setting.num_gpus)
     code = _code()
     plan = plan_run(config, setting, code, tokens=tokens, say=say)
-    document, parts = plan.to_json(), run_tables(plan)
+    document = plan.to_json()
+    parts = run_tables(plan, document)
     found, rungs = None, ()
     if request.search:
         from amalthea.plan.search import search

@@ -21,9 +21,8 @@ def count_tables(counted: Accounting) -> list[Table]:
     return [_parameters(counted), _flops(counted), _state(counted)]
 
 
-def run_tables(plan: RunPlan) -> list[Any]:
-    """What the JSON says of a run, for people."""
-    document = plan.to_json()
+def run_tables(plan: RunPlan, document: dict[str, Any]) -> list[Any]:
+    """What `document`, the plan's JSON, says of a run, for people."""
     return [
         _headline(plan, document),
         _step(plan, document["timeline"]),
@@ -85,7 +84,7 @@ def _step(plan: RunPlan, timeline: dict[str, Any]) -> Table:
     made.add_row("exposed communication", _seconds(timeline["exposed_comm_s"]), "nothing computes meanwhile")
     made.add_row("idle", _seconds(timeline["idle_s"]), "the device waits for the processor")
     other = plan.optimizer_estimate.step_s
-    made.add_row("optimizer step", _seconds(plan.optimizer_s), f"of the step; by formula {_seconds(other)}")
+    made.add_row("optimizer step", _seconds(plan.timeline.optimizer_s), f"of the step; by formula {_seconds(other)}")
     return made
 
 

@@ -41,6 +41,18 @@ class ResolvedRun:
         """Ranks that share one replica's parameters."""
         return self.dp_shard * self.cp
 
+    def pass_tokens(self, seq_len: int) -> int:
+        """Of this rank, in one pass through a group of blocks."""
+        return self.microbatch_sequences * seq_len // self.cp
+
+    def gather_tokens(self, seq_len: int) -> int:
+        """Of this rank, in all passes under one gather."""
+        return self.gather_sequences * seq_len // self.cp
+
+    def rank_tokens(self, seq_len: int) -> int:
+        """Of this rank, in one optimizer step."""
+        return self.sequences_per_rank * seq_len // self.cp
+
 
 def resolve(config: RunConfig, *, world_size: int) -> ResolvedRun:
     """Decide degrees and batch sizes of a run over `world_size` ranks.

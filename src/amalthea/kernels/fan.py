@@ -1,8 +1,9 @@
 """Copies of tokens for a varying number of destinations, and their sum.
 
-A *slot* is one (token, choice) pair; a slot whose key is `num_keys` goes nowhere. Rows lie in order of keys, and of
-tokens within a key. `source[m]` is the token of row m; `place[t, k]` is the row of slot (t, k), or M for a slot that
-goes nowhere. Both directions read by index, and each is the other's gradient: nothing is accumulated by atomics.
+A *slot* is one (token, choice) pair, as in `kernels/permute.py`, but some go nowhere. Rows lie in order of keys, and of
+tokens within a key. `slots[m]` is the slot of row m and `source[m]` its token; `place[t, k]` is the row of slot (t, k),
+or M for a slot that goes nowhere. Both directions read by index, and each is the other's gradient: nothing is
+accumulated by atomics.
 
 Shape legend: T tokens, K choices per token, M rows, D hidden.
 """
@@ -15,32 +16,25 @@ import torch
 
 
 class Fan(NamedTuple):
-    """`source` int64 [M], `place` int64 [T, K]."""
+    """`slots` and `source` int64 [M], `place` int64 [T, K]."""
 
+    slots: torch.Tensor
     source: torch.Tensor
     place: torch.Tensor
 
     @property
     def by_slot(self) -> Fan:
         """The same rows, of values [T · K, …] that every slot has for itself."""
-        slots = torch.empty(self.source.numel() + 1, dtype=torch.int64, device=self.source.device)
-        slots[self.place.flatten()] = torch.arange(self.place.numel(), device=self.source.device)
-        return Fan(slots[:-1], self.place.view(-1, 1))
+        return Fan(self.slots, self.slots, self.place.view(-1, 1))
 
 
-def sort_slots(keys: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Order of slots by key, int64 [T · K], and rows of each key, int64 [num_keys]. keys int64 [T, K]. No wait."""
-    flat = keys.flatten()
-    counts = torch.zeros(num_keys + 1, dtype=torch.int64, device=keys.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
-    return torch.argsort(flat, stable=True), counts[:num_keys]
+def fan_of(order: torch.Tensor, place: torch.Tensor, num_rows: int, num_choices: int) -> Fan:
+    """The first `num_rows` slots of T tokens with K = `num_choices` slots each.
 
-
-def fan_of(order: torch.Tensor, num_rows: int, num_choices: int) -> Fan:
-    """The first `num_rows` slots of an order of T tokens with K = `num_choices` slots each."""
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.numel(), device=order.device)
-    return Fan(order[:num_rows] // num_choices, place.clamp_(max=num_rows).view(-1, num_choices))
+    `order` and `place` are `sort_by_expert`'s, int64 [T · K], for one key more: the last, of slots that go nowhere.
+    """
+    slots = order[:num_rows]
+    return Fan(slots, slots // num_choices, place.clamp(max=num_rows).view(-1, num_choices))
 
 
 def fan_out(tokens: torch.Tensor, fan: Fan) -> torch.Tensor:

@@ -27,9 +27,14 @@ def sort_by_expert(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tenso
     order = torch.argsort(flat, stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel(), device=order.device)
+    return order, place, count_slots(experts, num_experts)
+
+
+def count_slots(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """How many slots each expert has: int64 [T, K] → int64 [num_experts], without waiting for the device."""
+    flat = experts.flatten()
     counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
-    return order, place, counts
+    return counts.scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def to_rows(tokens: torch.Tensor, *, order: torch.Tensor, place: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,7 @@ would have the kernel clear as many fresh pages in every step.
 
 from __future__ import annotations
 
-import ctypes
-import platform
+from amalthea.core.libc import glibc
 
 # Of malloc.h; stable since glibc 2.0.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -19,7 +18,7 @@ def keep_freed_memory() -> bool:
     For training on a CPU: call it before large tensors exist. The process stays as large as it once was. Returns
     whether it took; on another C library nothing changes.
     """
-    if platform.libc_ver()[0] != "glibc":
+    libc = glibc()
+    if libc is None:
         return False
-    libc = ctypes.CDLL(None)
     return bool(libc.mallopt(_M_MMAP_MAX, 0)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, -1))

@@ -63,11 +63,10 @@ def check_memory(config: RunConfig, resolved: ResolvedRun, world: World) -> None
 
     On a CPU tensors are in host memory. Raises ConfigError, naming what is largest and what would fit.
     """
-    from amalthea.memory.offload import host_available_bytes
+    from amalthea.memory.offload import host_bytes_of_rank
     from amalthea.plan.fits import check_fits
 
-    host_bytes = host_available_bytes() // world.local_size
-    device_bytes = host_bytes
+    host_bytes = device_bytes = host_bytes_of_rank(world)
     if world.device == "cuda":
         import torch
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import platform
 import resource
 from dataclasses import dataclass
 
 import torch
 
+from amalthea.core.libc import glibc
 from amalthea.memory.tracker import StorageTracker
 
 
@@ -58,12 +58,8 @@ class _MallInfo(ctypes.Structure):
 
 def freed_and_kept_bytes() -> int:
     """Memory that was freed and that glibc keeps for the next request; 0 with another C library. Costs 20 µs."""
-    if platform.libc_ver()[0] != "glibc" or not hasattr(_libc(), "mallinfo2"):
+    libc = glibc()
+    if libc is None or not hasattr(libc, "mallinfo2"):
         return 0
-    mallinfo2 = _libc().mallinfo2
-    mallinfo2.restype = _MallInfo
-    return int(mallinfo2().fordblks)
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
+    libc.mallinfo2.restype = _MallInfo
+    return int(libc.mallinfo2().fordblks)

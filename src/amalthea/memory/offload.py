@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from amalthea.core.errors import ConfigError
 from amalthea.core.units import GIB, format_bytes
+from amalthea.core.world import World
 from amalthea.kernels.attention import Documents
 from amalthea.memory.copies import Copies, Ticket
 from amalthea.model.attention import Rope
@@ -159,6 +160,11 @@ def apply_offload(model: Transformer, plan: OffloadPlan, *, dtype: torch.dtype, 
         assert isinstance(group, BlockGroup)
         group.runner = offload.wrap(group.runner)
     return offload
+
+
+def host_bytes_of_rank(world: World) -> int:
+    """This rank's share of the node's free memory."""
+    return host_available_bytes() // world.local_size
 
 
 def host_available_bytes() -> int:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from amalthea.core.errors import PlacementError
 from amalthea.core.pieces import Piece, Pieces
-from amalthea.core.tensors import local_tensor
+from amalthea.core.tensors import DTYPES, local_tensor
 from amalthea.flexshard.layout import Grid, StoredParameter
 from amalthea.flexshard.plan import digest, plan_layout
 from amalthea.optim.assign import Assignment as Assignment
@@ -268,7 +268,7 @@ def _momentum_pieces(muon: DistMuon) -> dict[str, Pieces]:
             pieces[parameter.name].append(Piece((slab.expert, slab.row, 0), momentum))
         else:
             pieces[parameter.name].append(Piece((slab.row, 0), momentum[0]))
-    dtype = torch.float32 if muon.config.momentum_dtype == "fp32" else torch.bfloat16
+    dtype = DTYPES[muon.config.momentum_dtype]
     return {
         parameter.name: Pieces(parameter.shape, dtype, pieces[parameter.name]) for parameter in muon.layout.parameters
     }

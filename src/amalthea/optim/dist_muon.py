@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from amalthea.core.scratch import Scratch
+from amalthea.core.tensors import DTYPES
 from amalthea.flexshard.buckets import buckets
 from amalthea.flexshard.layout import Layout
 from amalthea.flexshard.runtime import ReplicaExchange, Slab, UnitExchange, slabs_of
@@ -75,7 +76,7 @@ class DistMuon(torch.optim.Optimizer):
         self._views = [slab.view(self.params[slab.parameter].data) for slab in self.slabs]
         self._local_batches = self._batch_local()
         self._scales = [self._scale(slab) for slab in self.slabs]
-        dtype = torch.float32 if config.momentum_dtype == "fp32" else torch.bfloat16
+        dtype = DTYPES[config.momentum_dtype]
         self.momenta = {i: torch.zeros_like(self._views[i], dtype=dtype) for i in self.mine}
 
     def grad_views(self, positions: Sequence[int]) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 import torch
 
+from amalthea.core.tensors import DTYPES
 from amalthea.optim.config import MuonConfig
 from amalthea.optim.newton_schulz import orthogonalize
 
@@ -32,7 +33,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, params: Iterable[torch.Tensor], *, config: MuonConfig) -> None:
         super().__init__(params, {"lr": config.lr})
         self.config = config
-        dtype = torch.float32 if config.momentum_dtype == "fp32" else torch.bfloat16
+        dtype = DTYPES[config.momentum_dtype]
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter]["momentum"] = torch.zeros_like(parameter, dtype=dtype)

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from amalthea.core.scratch import Scratch
+from amalthea.core.tensors import DTYPES
 from amalthea.optim.flops import orthogonalize_flops as orthogonalize_flops
 
 Coefficients = Literal["quintic", "polar_express", "youj"]
@@ -44,8 +45,6 @@ _YOUJ = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
-
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 GRAM_MIN_ASPECT = 1.5
 """The Gram form costs less from about this ratio of sides; squarer matrices take the standard form."""
@@ -118,7 +117,7 @@ def _iterate(
     scratch: Scratch,
 ) -> None:
     """X moves between two buffers, once for each group, and so that it ends in `out`, or in its like in fp32."""
-    dtype = _DTYPES[products]
+    dtype = DTYPES[products]
     end = out if out.dtype == dtype else scratch.take("result", *out.shape, dtype=dtype)
     spare = scratch.take("iterate", *out.shape, dtype=dtype)
     here, there = (end, spare) if len(groups) % 2 == 0 else (spare, end)

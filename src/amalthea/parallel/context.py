@@ -9,13 +9,12 @@ Shape legend: B sequences, S tokens per sequence, P ranks on the axis, H query h
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from amalthea.model.transformer import Transformer
+from amalthea.parallel.all_to_all import AllToAll
 
 
 def apply_context_parallel(model: Transformer, mesh: DeviceMesh) -> None:
@@ -51,14 +50,19 @@ class HeadExchange:
         sizes = [tensor.shape[2] // self.num_ranks for tensor in (query, key, value)]
         # [P, B, S/P, heads, d]: the heads of one rank lie together.
         parts = [tensor.unflatten(2, (self.num_ranks, -1)).movedim(2, 0) for tensor in (query, key, value)]
-        received = _AllToAll.apply(torch.cat(parts, dim=3), self.group)
+        received = self._exchange(torch.cat(parts, dim=3))
         query, key, value = received.movedim(0, 1).flatten(1, 2).split(sizes, dim=2)
         return query, key, value
 
     def to_positions(self, attended: torch.Tensor) -> torch.Tensor:
         """[B, S, H/P, d] → [B, S/P, H, d]."""
         parts = attended.unflatten(1, (self.num_ranks, -1)).movedim(1, 0)
-        return _AllToAll.apply(parts, self.group).movedim(0, 2).flatten(2, 3)
+        return self._exchange(parts).movedim(0, 2).flatten(2, 3)
+
+    def _exchange(self, parts: torch.Tensor) -> torch.Tensor:
+        """parts [P, …], one for each rank, to those ranks."""
+        one_each = [1] * self.num_ranks
+        return AllToAll.apply(parts, one_each, one_each, self.group)
 
     def all_heads(self, values: torch.Tensor) -> torch.Tensor:
         """Values of this rank's heads [H/P] among those of all [H]; −∞ for the heads of others."""
@@ -71,23 +75,3 @@ class HeadExchange:
         total = values.detach().clone()
         dist.all_reduce(total, group=self.group)
         return total
-
-
-class _AllToAll(torch.autograd.Function):
-    """Even all-to-all along the first dimension, its own inverse and gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _all_to_all(parts, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_to_all(grads[0], ctx.group), None
-
-
-def _all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    parts = parts.contiguous()
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
-    return received

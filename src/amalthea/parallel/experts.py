@@ -5,9 +5,6 @@ Shape legend: T tokens of this rank, K choices, N = T·K rows, D hidden, E exper
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from amalthea.kernels.permute import sort_by_expert, sum_to_tokens, to_rows
 from amalthea.model.moe import Experts, Routing
 from amalthea.model.transformer import Transformer
+from amalthea.parallel.all_to_all import AllToAll, ReadSplits, exchange_counts
 
 
 def apply_expert_parallel(model: Transformer, mesh: DeviceMesh) -> None:
@@ -42,15 +40,15 @@ class AllToAllDispatcher:
     def __init__(self, num_experts: int, *, group: dist.ProcessGroup) -> None:
         self.num_experts = num_experts
         self.group = group
-        self.read_splits: Callable[[torch.Tensor], list[list[int]]] = torch.Tensor.tolist
-        """Brings the rows sent to and received from each rank, [2, P], to the host; plans replace it."""
+        self.read_splits: ReadSplits = torch.Tensor.tolist
+        """Plans, without values, replace it."""
 
     def __call__(self, x: torch.Tensor, routing: Routing, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
         order, place, counts = sort_by_expert(routing.experts, self.num_experts)
         rows = to_rows(x, order=order, place=place)
         weights = to_rows(routing.weights.reshape(-1, 1), order=order, place=place)
 
-        received, sent_splits, received_splits = self._exchange_counts(counts)
+        sent_splits, received_splits, received = exchange_counts(counts, self.group, self.read_splits)
         rows = AllToAll.apply(rows, received_splits, sent_splits, self.group)
         weights = AllToAll.apply(weights, received_splits, sent_splits, self.group)
         rows = run_by_expert(rows, weights, received, experts)
@@ -58,16 +56,6 @@ class AllToAllDispatcher:
 
         top_k = routing.experts.shape[1]
         return sum_to_tokens(rows, order=order, place=place, top_k=top_k), counts
-
-    def _exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Returns received counts [P, E / P], rows sent to and rows received from each rank."""
-        num_ranks = dist.get_world_size(self.group)
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=self.group)
-        both = torch.stack((counts, received)).view(2, num_ranks, -1)
-        # The uneven all-to-all takes its splits from the host: the one wait for the device in a layer.
-        sent_splits, received_splits = self.read_splits(both.sum(dim=-1))
-        return both[1], sent_splits, received_splits
 
 
 def run_by_expert(rows: torch.Tensor, weights: torch.Tensor, received: torch.Tensor, experts: Experts) -> torch.Tensor:
@@ -80,28 +68,3 @@ def run_by_expert(rows: torch.Tensor, weights: torch.Tensor, received: torch.Ten
     sorted_weights = to_rows(weights, order=order, place=place)[:, 0]
     out = experts(sorted_rows, sorted_weights, counts.cumsum(0).to(torch.int32))
     return to_rows(out, order=place, place=order)
-
-
-class AllToAll(torch.autograd.Function):
-    """Uneven all-to-all of rows (`all_to_all`) whose gradient is the all-to-all back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, out_splits: list[int], in_splits: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.splits, ctx.group = (out_splits, in_splits), group
-        return all_to_all(rows, out_splits, in_splits, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        out_splits, in_splits = ctx.splits
-        return all_to_all(grads[0], in_splits, out_splits, ctx.group), None, None, None
-
-
-def all_to_all(
-    rows: torch.Tensor, out_splits: list[int], in_splits: list[int], group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Sends `in_splits` rows to each rank and returns the `out_splits` rows that come from each."""
-    out = rows.new_empty((sum(out_splits), *rows.shape[1:]))
-    dist.all_to_all_single(out, rows.contiguous(), out_splits, in_splits, group=group)
-    return out

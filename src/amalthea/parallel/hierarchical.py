@@ -10,16 +10,16 @@ node; A rows that arrive on a node, R rows for this rank's experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from amalthea.kernels.fan import fan_in, fan_of, fan_out, sort_slots
+from amalthea.kernels.fan import fan_in, fan_of, fan_out
+from amalthea.kernels.permute import count_slots, sort_by_expert
 from amalthea.model.moe import Experts, Routing
 from amalthea.model.transformer import Transformer
-from amalthea.parallel.experts import AllToAll, all_to_all, run_by_expert
+from amalthea.parallel.all_to_all import AllToAll, ReadSplits, all_to_all, exchange_counts
+from amalthea.parallel.experts import run_by_expert
 
 
 def apply_hierarchical_dispatch(model: Transformer, mesh: DeviceMesh) -> None:
@@ -42,15 +42,15 @@ class HierarchicalDispatcher:
         self.num_experts, self.across, self.inside = num_experts, across, inside
         self.num_nodes, self.node_ranks = across.size(), inside.size()
         self.node_experts = num_experts // self.num_nodes
-        self.read_splits: Callable[[torch.Tensor], list[list[int]]] = torch.Tensor.tolist
-        """Brings the rows sent to and received from each rank, [2, ranks], to the host."""
+        self.read_splits: ReadSplits = torch.Tensor.tolist
+        """Plans, without values, replace it."""
 
     def __call__(self, x: torch.Tensor, routing: Routing, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
         top_k = routing.experts.shape[1]
         keys = self._first_choice_of_each_node(routing.experts)
-        order, node_counts = sort_slots(keys, self.num_nodes)
-        sent, received, _ = self._exchange_counts(node_counts, self.across)
-        fan = fan_of(order, sum(sent), top_k)
+        order, place, rows_to_nodes = sort_by_expert(keys, self.num_nodes + 1)
+        sent, received, _ = exchange_counts(rows_to_nodes[:-1], self.across, self.read_splits)
+        fan = fan_of(order, place, sum(sent), top_k)
         node = keys.flatten().index_select(0, order[: sum(sent)])
 
         numbers = routing.experts.index_select(0, fan.source) - node[:, None] * self.node_experts
@@ -62,9 +62,7 @@ class HierarchicalDispatcher:
         rows = self._on_node(rows, weights, numbers, experts)
         rows = AllToAll.apply(rows, sent, received, self.across)
 
-        counts = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
-        chosen = routing.experts.flatten()
-        return fan_in(rows, fan), counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        return fan_in(rows, fan), count_slots(routing.experts, self.num_experts)
 
     def _first_choice_of_each_node(self, experts: torch.Tensor) -> torch.Tensor:
         """[T, K]: the node of each choice, or N where an earlier choice is on the same node."""
@@ -76,21 +74,11 @@ class HierarchicalDispatcher:
         self, rows: torch.Tensor, weights: torch.Tensor, numbers: torch.Tensor, experts: Experts
     ) -> torch.Tensor:
         """rows [A, D], weights and expert numbers [A, K], F where a choice is elsewhere → weighted sums [A, D]."""
-        order, counts = sort_slots(numbers, self.node_experts)
-        sent, received, received_counts = self._exchange_counts(counts, self.inside)
-        fan = fan_of(order, sum(sent), numbers.shape[1])
+        order, place, rows_to_experts = sort_by_expert(numbers, self.node_experts + 1)
+        sent, received, received_counts = exchange_counts(rows_to_experts[:-1], self.inside, self.read_splits)
+        fan = fan_of(order, place, sum(sent), numbers.shape[1])
         weight = fan_out(weights.reshape(-1, 1), fan.by_slot)
         rows = AllToAll.apply(fan_out(rows, fan), received, sent, self.inside)
         weight = AllToAll.apply(weight, received, sent, self.inside)
         rows = run_by_expert(rows, weight, received_counts, experts)
         return fan_in(AllToAll.apply(rows, sent, received, self.inside), fan)
-
-    def _exchange_counts(
-        self, counts: torch.Tensor, group: dist.ProcessGroup
-    ) -> tuple[list[int], list[int], torch.Tensor]:
-        """Rows sent to and received from each rank, and the received counts [ranks, counts / ranks]."""
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=group)
-        both = torch.stack((counts, received)).view(2, group.size(), -1)
-        sent_splits, received_splits = self.read_splits(both.sum(dim=-1))
-        return sent_splits, received_splits, both[1]

@@ -56,8 +56,13 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """Which share of the global batch this rank takes; ranks that differ in `cp` alone take the same one."""
-        replica, shard = (self.sequences[axis].get_local_rank() for axis in ("dp_replicate", "dp_shard"))
+        replica, shard = (self.sequences.get_local_rank(axis) for axis in ("dp_replicate", "dp_shard"))
         return replica * self.dp_shard + shard
+
+    @property
+    def cp_rank(self) -> int:
+        """Which part of its sequences' positions this rank takes."""
+        return self.sequences.get_local_rank("cp")
 
     @property
     def data_ranks(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from amalthea.config.run import RunConfig
+from amalthea.core.units import GIB
 from amalthea.plan.accounting import account
 from amalthea.plan.setting import Setting
 
@@ -65,7 +66,7 @@ def budget(config: RunConfig, setting: Setting, *, tokens: int, step_s: float) -
         jobs=jobs,
         saves=saves,
         save_s=save_s,
-        checkpoint_gib=state.checkpoint / 2**30,
+        checkpoint_gib=state.checkpoint / GIB,
         energy_mwh=None if watts is None else hours * setting.num_gpus * watts / 1e6,
         assumptions=(
             f"{assumed.start_s:g} s from a job's start to its first step (ours, unmeasured)",

@@ -135,7 +135,7 @@ def _reference_rows(reference: RunConfig, code: Code, say: Callable[[str], None]
 
     def rate(of: Sketch, optimizer_s: float) -> float:
         """Tokens/s/GPU with the published run's optimizer in place of ours."""
-        return of.tokens / (of.step_s - of.optimizer_s + optimizer_s)
+        return of.tokens / of.step_s_with(optimizer_s)
 
     def row(name: str, unit: str, published: float, predicted: float, *more: str) -> Row:
         use = "layout chosen" if name in _CHOSEN_FOR else "predicted"

@@ -33,6 +33,10 @@ class Phase:
     name: str
     where: str = ""
 
+    @property
+    def label(self) -> str:
+        return f"{self.name} {self.where}".strip()
+
 
 @dataclass(frozen=True)
 class Kernel:

@@ -17,7 +17,7 @@ from amalthea.config.overrides import apply_overrides
 from amalthea.config.run import RunConfig
 from amalthea.core.errors import ConfigError
 from amalthea.core.units import GIB, format_bytes
-from amalthea.plan.accounting import BF16_BYTES, FP32_BYTES, account
+from amalthea.plan.accounting import BF16_BYTES, FP32_BYTES, ParamsByPart, account
 
 _CHANGES: tuple[tuple[str, ...], ...] = (
     ("memory.recompute=block",),
@@ -73,9 +73,14 @@ def memory_floor(config: RunConfig, resolved: ResolvedRun) -> Floor:
         gradients=state.gradients_fp32 // ranks,
         optimizer=0 if config.memory.offload_optimizer else optimizer,
         boundaries=kept,
-        gathered=_gathered(config, resolved),
+        gathered=_gathered(config, resolved, counted.params_by_part),
         host=away + (optimizer if config.memory.offload_optimizer else 0),
     )
+
+
+def width_bytes(config: RunConfig) -> int:
+    """Of a number as the model computes with it."""
+    return BF16_BYTES if config.precision == "bf16" else FP32_BYTES
 
 
 def check_fits(config: RunConfig, resolved: ResolvedRun, device_bytes: int, host_bytes: int) -> None:
@@ -109,7 +114,7 @@ def remedies_that_fit(
 
     `pass_bytes`, where they are known, come on top in proportion to the tokens of a pass.
     """
-    tokens = _pass_tokens(resolved)
+    tokens = resolved.pass_tokens(config.data.seq_len)
     found: list[tuple[str, ...]] = []
     for overrides in (*_CHANGES, *_replica_changes(resolved), *_context_changes(config, resolved)):
         changed = _changed(config, resolved, overrides)
@@ -117,7 +122,7 @@ def remedies_that_fit(
             continue
         floor = memory_floor(*changed)
         is_wider = any(set(other) <= set(overrides) for other in found)
-        device = floor.device + pass_bytes * _pass_tokens(changed[1]) / tokens
+        device = floor.device + pass_bytes * changed[1].pass_tokens(config.data.seq_len) / tokens
         if device <= device_bytes and floor.host <= host_bytes and not is_wider:
             found.append(overrides)
     return tuple(found[:3])
@@ -126,9 +131,7 @@ def remedies_that_fit(
 def _boundaries(config: RunConfig, resolved: ResolvedRun) -> tuple[int, int]:
     """Bytes on the device and on the host: of groups' inputs, or of blocks' without recompute, which keep more."""
     memory = config.memory
-    tokens = resolved.gather_sequences * config.data.seq_len // resolved.cp
-    width = BF16_BYTES if config.precision == "bf16" else FP32_BYTES
-    one = tokens * config.model.hidden_size * width
+    one = resolved.gather_tokens(config.data.seq_len) * config.model.hidden_size * width_bytes(config)
     per_group = memory.blocks_per_group if memory.recompute != "none" else 1
     groups = -(-config.model.num_layers // per_group)
     if not memory.offload:
@@ -139,17 +142,15 @@ def _boundaries(config: RunConfig, resolved: ResolvedRun) -> tuple[int, int]:
     return groups * one - away, away
 
 
-def _gathered(config: RunConfig, resolved: ResolvedRun) -> int:
+def _gathered(config: RunConfig, resolved: ResolvedRun, parts: ParamsByPart) -> int:
     """One group of blocks as it computes."""
     if resolved.fsdp == 1:
         return 0
-    parts = account(config.model, seq_len=config.data.seq_len, optim=config.optim).params_by_part
     layers, moe_layers = config.model.num_layers, config.model.num_layers - config.model.num_dense_layers
     of_layer = (parts.attention + parts.norms) // layers
     if moe_layers:
         of_layer += (parts.routed_experts // resolved.ep + parts.shared_experts + parts.router) // moe_layers
-    width = BF16_BYTES if config.precision == "bf16" else FP32_BYTES
-    return config.memory.blocks_per_group * of_layer * width
+    return config.memory.blocks_per_group * of_layer * width_bytes(config)
 
 
 def _replica_changes(resolved: ResolvedRun) -> Iterator[tuple[str, ...]]:
@@ -157,11 +158,6 @@ def _replica_changes(resolved: ResolvedRun) -> Iterator[tuple[str, ...]]:
     for fewer in range(resolved.dp_replicate - 1, 0, -1):
         if resolved.dp_replicate % fewer == 0:
             yield (f"parallel.dp_replicate={fewer}", "parallel.dp_shard=auto")
-
-
-def _pass_tokens(resolved: ResolvedRun) -> float:
-    """In sequences."""
-    return resolved.microbatch_sequences / resolved.cp
 
 
 def _context_changes(config: RunConfig, resolved: ResolvedRun) -> Iterator[tuple[str, ...]]:

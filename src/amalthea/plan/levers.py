@@ -40,7 +40,7 @@ class Rung:
     def step_s(self) -> float:
         """With the optimizer's part replaced where the lever says so."""
         instead = self.lever.optimizer_s
-        return self.sketch.step_s + (0.0 if instead is None else instead - self.sketch.optimizer_s)
+        return self.sketch.step_s if instead is None else self.sketch.step_s_with(instead)
 
     @property
     def tokens_per_s_per_gpu(self) -> float:

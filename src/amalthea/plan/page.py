@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 
 from amalthea.core.units import GIB
-from amalthea.plan.events import COMPUTE, Allocate, Collective, Copy, Free, Kernel, Phase
+from amalthea.plan.events import Allocate, Free, Phase
 from amalthea.plan.levers import Rung
 from amalthea.plan.run_plan import RunPlan
 from amalthea.plan.search import Search
-from amalthea.plan.step_speeds import KERNEL_CLASSES
-from amalthea.plan.timeline import IN_LINE, compute_reaches, work_of
+from amalthea.plan.timeline import compute_reaches, kind_of, lane_of, work_of
 
 _POINTS = 600
 _SPANS = 6000
@@ -39,12 +38,13 @@ def write_page(path: Path, plan: RunPlan, *, ladder: Sequence[Rung] = (), search
 
 def page_data(plan: RunPlan, *, ladder: Sequence[Rung] = (), search: Search | None = None) -> dict[str, Any]:
     """What the page draws."""
+    document = plan.to_json()
     return {
-        "plan": {key: value for key, value in plan.to_json().items() if key != "model"},
+        "plan": {key: value for key, value in document.items() if key != "model"},
         "memory": memory_series(plan),
         "lanes": lane_bars(plan),
         "phases": _phases(plan),
-        "layouts": _layouts(plan, search),
+        "layouts": _layouts(plan, document, search),
         "ladder": [rung.to_json() for rung in ladder],
     }
 
@@ -93,19 +93,12 @@ def lane_bars(plan: RunPlan) -> dict[str, list[list[Any]]]:
     found: dict[str, list[list[Any]]] = {}
     columns = (spans.start_s.tolist(), spans.end_s.tolist(), spans.kernel_class.tolist())
     for event, start, end, number in zip(work_of(plan.trace, spans), *columns, strict=True):
-        lane = IN_LINE if event.stream == COMPUTE and not isinstance(event, Kernel) else event.stream
-        found.setdefault(lane, []).append([start, end, _kind(event, number)])
+        found.setdefault(lane_of(event), []).append([start, end, kind_of(event, number)])
     gap = plan.timeline.step_s / _SPANS
     while sum(map(len, found.values())) > _SPANS and gap < plan.timeline.step_s:
         found = {lane: _joined(bars, gap) for lane, bars in found.items()}
         gap *= 2
     return {lane: [[round(s, 6), round(e, 6), kind] for s, e, kind in bars] for lane, bars in found.items()}
-
-
-def _kind(event: Kernel | Collective | Copy, number: int) -> str:
-    if isinstance(event, Collective):
-        return f"{event.kind} {event.axis}"
-    return event.direction if isinstance(event, Copy) else KERNEL_CLASSES[number]
 
 
 def _joined(bars: list[list[Any]], gap: float) -> list[list[Any]]:
@@ -133,19 +126,19 @@ def _phases(plan: RunPlan) -> list[list[Any]]:
     return parts
 
 
-def _layouts(plan: RunPlan, search: Search | None) -> list[dict[str, Any]]:
-    """This plan first, then what was searched."""
-    timeline, memory = plan.timeline, plan.to_json()["memory"]
+def _layouts(plan: RunPlan, document: dict[str, Any], search: Search | None) -> list[dict[str, Any]]:
+    """This plan, whose JSON is `document`, first, then what was searched."""
+    timeline, memory = document["timeline"], document["memory"]
     own = {
         "name": "this plan",
         "overrides": [],
-        "tokens_per_s_per_gpu": timeline.tokens_per_s_per_gpu,
-        "step_s": timeline.step_s,
-        "compute_s": timeline.lanes[COMPUTE].busy_s,
+        "tokens_per_s_per_gpu": timeline["tokens_per_s_per_gpu"],
+        "step_s": timeline["step_s"],
+        "compute_s": timeline["compute_s"],
         "reserved_gib": memory["reserved_gib"],
         "host_gib": memory["host_gib"],
         "by_class_gib": memory["by_class_gib"],
-        "exposed_s": plan.to_json()["timeline"]["exposed_by_kind_s"],
+        "exposed_s": timeline["exposed_by_kind_s"],
         "problem": "; ".join(plan.problems) or None,
     }
     if search is None:

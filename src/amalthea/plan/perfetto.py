@@ -15,9 +15,9 @@ import numpy as np
 
 from amalthea.core.units import GIB, format_si
 from amalthea.plan.allocator import MemoryReplay, Series
-from amalthea.plan.events import Collective, Copy, Phase, Trace
+from amalthea.plan.events import Collective, Copy, Kernel, Phase, Trace
 from amalthea.plan.step_speeds import KERNEL_CLASSES
-from amalthea.plan.timeline import Timeline, Work, compute_reaches, work_of
+from amalthea.plan.timeline import Timeline, Work, compute_reaches, transfer_kind, work_of
 
 _PARTS = "parts of the step"
 
@@ -41,7 +41,8 @@ def _entries(trace: Trace, timeline: Timeline, memory: MemoryReplay | None) -> I
     spans = timeline.spans
     columns = (spans.start_s, spans.end_s, spans.kernel_class)
     for event, start, end, number in zip(work, *(column.tolist() for column in columns), strict=True):
-        yield _slice(trace.rank, lanes[event.stream], _name(event), start, end) | _details(event, number)
+        name = event.name if isinstance(event, Kernel) else transfer_kind(event)
+        yield _slice(trace.rank, lanes[event.stream], name, start, end) | _details(event, number)
     if memory is not None:
         yield from _memory(trace, timeline, (memory.capped or memory.demand).series)
 
@@ -51,7 +52,7 @@ def _parts(trace: Trace, timeline: Timeline) -> Iterator[dict[str, Any]]:
     starts = compute_reaches(trace, timeline.spans, np.array([index for index, _ in found], dtype=np.int64)).tolist()
     for (_, phase), start, end in zip(found, starts, [*starts[1:], timeline.step_s], strict=True):
         if end > start:
-            yield _slice(trace.rank, 0, f"{phase.name} {phase.where}".strip(), start, end)
+            yield _slice(trace.rank, 0, phase.label, start, end)
 
 
 def _memory(trace: Trace, timeline: Timeline, series: Series) -> Iterator[dict[str, Any]]:
@@ -73,12 +74,6 @@ def _slice(process: int, thread: int, name: str, start: float, end: float) -> di
 
 def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
-
-
-def _name(event: Work) -> str:
-    if isinstance(event, Collective):
-        return f"{event.kind} {event.axis}"
-    return event.direction if isinstance(event, Copy) else event.name
 
 
 def _details(event: Work, number: int) -> dict[str, Any]:

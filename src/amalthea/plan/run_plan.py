@@ -22,7 +22,6 @@ from amalthea.plan.fits import memory_floor, remedies_that_fit
 from amalthea.plan.optimizer_step import OptimizerPlan, plan_optimizer_step
 from amalthea.plan.optimizer_time import StepEstimate, estimate_step
 from amalthea.plan.setting import Code, Setting
-from amalthea.plan.step_speeds import KERNEL_CLASSES
 from amalthea.plan.timeline import Sensitivity, Simulator, Timeline
 
 Say = Callable[[str], None]
@@ -65,11 +64,10 @@ class RunPlan:
             assert self.memory.capped is not None
             failure = self.memory.capped.out_of_memory
             assert failure is not None
-            phase = failure.moment.phase
             demand = self.memory.demand.peak_allocated
             found.append(
-                f"device memory runs out in {phase.name} {phase.where}".rstrip()
-                + f": the step allocates up to {gib(demand.allocated_bytes):.1f} GiB, and the allocator may reserve "
+                f"device memory runs out in {failure.moment.phase.label}: the step allocates up to "
+                f"{gib(demand.allocated_bytes):.1f} GiB, and the allocator may reserve "
                 f"{device_cap_gib(self.setting.cluster, self.setting.reserves):.1f}"
             )
         host = host_cap_bytes(self.setting.cluster, self.setting.reserves)
@@ -80,11 +78,6 @@ class RunPlan:
     @property
     def fits(self) -> bool:
         return not self.problems
-
-    @property
-    def optimizer_s(self) -> float:
-        """Of the simulated step."""
-        return sum(use.seconds for name, use in self.timeline.phases.items() if name.startswith("optimizer"))
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -144,8 +137,8 @@ class RunPlan:
                 "allocated": gib(self.memory.demand.peak_allocated.allocated_bytes),
                 "reserved": gib(self.memory.demand.peak_reserved.reserved_bytes),
             },
-            "peak_moment": f"{at.phase.name} {at.phase.where}".strip(),
-            "reserved_peak_moment": f"{usage.peak_reserved.phase.name} {usage.peak_reserved.phase.where}".strip(),
+            "peak_moment": at.phase.label,
+            "reserved_peak_moment": usage.peak_reserved.phase.label,
             "by_class_gib": {name: gib(value) for name, value in at.by_class.items()},
             "stranded_by_stream_gib": {
                 stream: gib(held.stranded_bytes) for stream, held in usage.peak_reserved.by_stream.items()
@@ -164,7 +157,7 @@ class RunPlan:
         heaviest = max(estimate.parts, key=lambda part: part.seconds)
         return {
             "figures_are": "simulation",
-            "step_s": self.optimizer_s,
+            "step_s": self.timeline.optimizer_s,
             "bytes_sent": figures["bytes_sent"],
             "bytes_sent_by_part": figures["bytes_sent_by_part"],
             "estimate_s": estimate.step_s,
@@ -180,9 +173,9 @@ class RunPlan:
         document = timeline.to_json()
         heaviest = self.sensitivities[0]
         return document | {
-            "compute_s": compute_s(timeline),
-            "exposed_comm_s": exposed_s(timeline),
-            "exposed_by_kind_s": exposed_by_kind(timeline),
+            "compute_s": timeline.compute_s,
+            "exposed_comm_s": timeline.exposed_comm_s,
+            "exposed_by_kind_s": {name: use.exposed_s for name, use in timeline.transfers.items()},
             "leans_on": {
                 "assumption": f"{heaviest.assumption} = {heaviest.value:g}",
                 "sensitivity": f"a tenth lower or higher: {heaviest.step_s_lower:.2f} or "
@@ -190,21 +183,6 @@ class RunPlan:
             },
             "sensitivities": [{**vars(one), "swing_s": one.swing_s} for one in self.sensitivities],
         }
-
-
-def compute_s(timeline: Timeline) -> float:
-    """Seconds in which kernels run on the computing stream."""
-    return timeline.lanes["compute"].busy_s
-
-
-def exposed_by_kind(timeline: Timeline) -> dict[str, float]:
-    """Seconds in which something is sent or copied and nothing computes, by kind; kinds may be exposed at once."""
-    return {name: use.exposed_s for name, use in timeline.kinds.items() if name not in KERNEL_CLASSES}
-
-
-def exposed_s(timeline: Timeline) -> float:
-    """Seconds of the step in which nothing computes while anything is sent or copied, counted once."""
-    return max(0.0, timeline.step_s - compute_s(timeline) - timeline.idle_s)
 
 
 def layout_json(config: RunConfig, resolved: ResolvedRun, setting: Setting) -> dict[str, Any]:
@@ -225,7 +203,7 @@ def layout_json(config: RunConfig, resolved: ResolvedRun, setting: Setting) -> d
         "sequences_per_rank": resolved.sequences_per_rank,
         "microbatch_sequences": resolved.microbatch_sequences,
         "accumulation_steps": resolved.accumulation_steps,
-        "tokens_per_gpu": resolved.sequences_per_rank * config.data.seq_len // resolved.cp,
+        "tokens_per_gpu": resolved.rank_tokens(config.data.seq_len),
         "recompute": memory.recompute,
         "blocks_per_group": memory.blocks_per_group,
         "sequences_per_gather": memory.sequences_per_gather,
@@ -250,13 +228,12 @@ def plan_run(
     say(f"tracing rank {setting.rank} of {setting.num_gpus:,}: {config.model.num_layers} layers")
     trace = setting.trace(config, code)
     say(f"replaying memory: {len(trace.events):,} events")
-    allocator = setting.allocator
-    memory = replay(trace, settings=allocator)
-    other = replay(trace, settings=replace(allocator, expandable_segments=not allocator.expandable_segments))
+    memory = replay(trace, settings=setting.allocator)
+    other = replay(trace, settings=setting.other_allocator)
     say("timing the step")
     simulator = Simulator(trace, setting.cluster)
     timeline = simulator.timeline(setting.assumptions, model_flops_per_token=setting.model_flops_per_token(config))
-    sensitivities = weights(simulator, setting, timeline)
+    sensitivities = simulator.sensitivity(setting.assumptions, LEANED_ON, change=CHANGE)
     say("planning the optimizer's step")
     optimizer = plan_optimizer_step(config, num_gpus=setting.num_gpus)
     all_tokens = tokens or config.train.steps * config.train.global_batch_tokens
@@ -281,19 +258,6 @@ def plan_run(
         remedies=(),
     )
     return plan if plan.fits else replace(plan, remedies=_remedies(plan))
-
-
-def weights(simulator: Simulator, setting: Setting, timeline: Timeline) -> tuple[Sensitivity, ...]:
-    """What a tenth of each assumption in LEANED_ON does to the step, the heaviest first."""
-    found = []
-    for name in LEANED_ON:
-        value = getattr(setting.assumptions, name)
-        lower, higher = (
-            simulator.step_s(replace(setting.assumptions, **{name: value * factor}))
-            for factor in (1 - CHANGE, 1 + CHANGE)
-        )
-        found.append(Sensitivity(name, value, lower, higher))
-    return tuple(sorted(found, key=lambda one: -one.swing_s))
 
 
 def _remedies(plan: RunPlan) -> tuple[tuple[str, ...], ...]:

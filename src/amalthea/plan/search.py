@@ -25,7 +25,7 @@ from amalthea.core.units import GIB
 from amalthea.memory.estimate import block_bytes
 from amalthea.plan.accounting import BF16_BYTES, FP32_BYTES, account
 from amalthea.plan.devices import device_cap_gib, host_cap_bytes
-from amalthea.plan.fits import Floor, memory_floor
+from amalthea.plan.fits import Floor, memory_floor, width_bytes
 from amalthea.plan.setting import Code, Setting
 from amalthea.plan.sketch import Sketch, sketch
 
@@ -116,7 +116,7 @@ def search(
     """
     say("search bounds by arithmetic")
     candidates, refused = _bounded(config, setting)
-    own = Candidate(config, (), 0.0)
+    own = Candidate(config, (), math.inf)
     chosen = [own, *_best_of_each_kind(candidates, TRACED)]
     tried: dict[tuple[str, ...], Candidate] = {}
     for number, candidate in enumerate(chosen, 1):
@@ -234,10 +234,9 @@ def rough_bytes(config: RunConfig, resolved: ResolvedRun, floor: Floor) -> dict[
     of its gradients.
     """
     per_group, model = config.memory.blocks_per_group, config.model
-    width = BF16_BYTES if config.precision == "bf16" else FP32_BYTES
-    tokens = resolved.microbatch_sequences * config.data.seq_len // resolved.cp
+    tokens = resolved.pass_tokens(config.data.seq_len)
     # The formula of `memory/estimate.py` counts fp32.
-    recomputed = block_bytes(model, is_dense=False) * width // FP32_BYTES * tokens * per_group * 3 // 2
+    recomputed = block_bytes(model, is_dense=False) * width_bytes(config) // FP32_BYTES * tokens * per_group * 3 // 2
     return {"gathered": 3 * floor.gathered, "recomputed": recomputed}
 
 
@@ -246,9 +245,8 @@ def rough_s_per_token(config: RunConfig, resolved: ResolvedRun, setting: Setting
     flops = work.flops_per_token.documents or work.flops_per_token.full_causal
     cluster, model = setting.cluster, config.model
     rate = cluster.inter_bytes_per_s * setting.assumptions.network
-    tokens = resolved.sequences_per_rank * config.data.seq_len / resolved.cp
-    share = 0.9 if config.memory.recompute == "selective" else 1.0
-    compute_s = share * flops.full_recompute_total * tokens / (cluster.peak_flops_per_s * SHARE_OF_PEAK)
+    tokens = resolved.rank_tokens(config.data.seq_len)
+    compute_s = flops.full_recompute_total * tokens / (cluster.peak_flops_per_s * SHARE_OF_PEAK)
     together = max(1, cluster.gpus_per_node // resolved.ep)
     width = BF16_BYTES if config.parallel.reduce_dtype == "bf16" else FP32_BYTES
     gathered = work.params_by_part.routed_experts / resolved.ep * (2 * BF16_BYTES + width)

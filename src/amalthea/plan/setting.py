@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from amalthea.config.run import RunConfig
@@ -41,6 +41,11 @@ class Setting:
         """The allocator of such a rank, under its cap."""
         cap = device_cap_gib(self.cluster, self.reserves)
         return AllocatorSettings(expandable_segments=self.expandable_segments, cap_gib=cap)
+
+    @property
+    def other_allocator(self) -> AllocatorSettings:
+        """The same without expandable segments, or with, where the setting is without."""
+        return replace(self.allocator, expandable_segments=not self.expandable_segments)
 
     def trace(self, config: RunConfig, code: Code) -> Trace:
         """One step of `config`. Host memory has no end here: what a step takes of it is compared afterwards."""

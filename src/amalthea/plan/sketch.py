@@ -8,6 +8,7 @@ counted instead. `tests/plan/test_sketch.py` holds the line against a deeper tra
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +19,7 @@ from amalthea.plan.allocator import replay
 from amalthea.plan.devices import device_cap_gib, host_cap_bytes
 from amalthea.plan.fits import memory_floor
 from amalthea.plan.setting import Code, Setting
-from amalthea.plan.step_speeds import KERNEL_CLASSES
-from amalthea.plan.timeline import Timeline, simulate
+from amalthea.plan.timeline import Timeline, Use, simulate
 
 GROUPS = (4, 6)
 """Groups of blocks that are traced, after the dense layers."""
@@ -52,6 +52,10 @@ class Sketch:
     @property
     def tokens_per_s_per_gpu(self) -> float:
         return self.tokens / self.step_s
+
+    def step_s_with(self, optimizer_s: float) -> float:
+        """The step with another optimizer's seconds in place of ours."""
+        return self.step_s - self.optimizer_s + optimizer_s
 
     @property
     def allocated_bytes(self) -> int:
@@ -133,7 +137,7 @@ def _shallow(config: RunConfig, setting: Setting, code: Code, layers: int) -> _S
     changed = config.model_copy(update={"model": model})
     trace = setting.trace(changed, code)
     memory = replay(trace, settings=setting.allocator)
-    switched = replace(setting.allocator, expandable_segments=not setting.expandable_segments, cap_gib=None)
+    switched = replace(setting.other_allocator, cap_gib=None)
     peak = memory.demand.peak_allocated
     timeline = simulate(trace, setting.cluster, assumptions=setting.assumptions)
     return _Shallow(
@@ -168,10 +172,12 @@ def _line(config: RunConfig, setting: Setting, low: _Shallow, high: _Shallow) ->
     return Sketch(
         tokens=high.tokens,
         step_s=step_s,
-        optimizer_s=at(_optimizer_s(first), _optimizer_s(last)),
-        compute_s=at(first.lanes["compute"].busy_s, last.lanes["compute"].busy_s),
-        busy_s=_by_kind(first, last, at, exposed=False),
-        exposed_s=_by_kind(first, last, at, exposed=True),
+        optimizer_s=at(first.optimizer_s, last.optimizer_s),
+        compute_s=at(first.compute_s, last.compute_s),
+        busy_s={name: at(before.busy_s, use.busy_s) for name, before, use in _pairs(first.kinds, last.kinds)},
+        exposed_s={
+            name: at(before.exposed_s, use.exposed_s) for name, before, use in _pairs(first.kinds, last.transfers)
+        },
         mfu=setting.model_flops_per_token(config) * high.tokens / (step_s * peak),
         hfu=done / (step_s * peak),
         by_class=by_class,
@@ -210,16 +216,6 @@ def _over_budget(config: RunConfig, setting: Setting, host: int) -> int:
     return max(0, host - optimizer - int(budget_gib * GIB))
 
 
-def _by_kind(first: Timeline, last: Timeline, at: Any, *, exposed: bool) -> dict[str, float]:
-    found = {}
-    for name, use in last.kinds.items():
-        before = first.kinds.get(name, use)
-        if not exposed:
-            found[name] = at(before.busy_s, use.busy_s)
-        elif name not in KERNEL_CLASSES:
-            found[name] = at(before.exposed_s, use.exposed_s)
-    return found
-
-
-def _optimizer_s(timeline: Timeline) -> float:
-    return sum(use.seconds for name, use in timeline.phases.items() if name.startswith("optimizer"))
+def _pairs(first: dict[str, Use], last: dict[str, Use]) -> Iterator[tuple[str, Use, Use]]:
+    """Kinds of the deeper trace, with what they took in the shallower one, or take now where it had none."""
+    return ((name, first.get(name, use), use) for name, use in last.items())

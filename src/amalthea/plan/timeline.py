@@ -11,6 +11,7 @@ take from the computation, other ranks being late, and the processor's own work 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -82,6 +83,26 @@ class Timeline:
     """Of the processor, launching."""
     spans: Spans
 
+    @property
+    def compute_s(self) -> float:
+        """Seconds in which kernels run on the computing stream."""
+        return self.lanes[COMPUTE].busy_s
+
+    @property
+    def optimizer_s(self) -> float:
+        """Of the step."""
+        return sum(use.seconds for name, use in self.phases.items() if name.startswith("optimizer"))
+
+    @property
+    def exposed_comm_s(self) -> float:
+        """Seconds of the step in which nothing computes while anything is sent or copied, counted once."""
+        return max(0.0, self.step_s - self.compute_s - self.idle_s)
+
+    @property
+    def transfers(self) -> dict[str, Use]:
+        """`kinds` that are sent or copied; they may be exposed at once."""
+        return {name: use for name, use in self.kinds.items() if name not in KERNEL_CLASSES}
+
     def to_json(self) -> dict[str, Any]:
         """Everything but the spans, ready for `json.dumps`."""
         return {
@@ -133,6 +154,17 @@ class Simulator:
             self.cluster, model_flops_per_token
         )
 
+    def sensitivity(self, assumptions: Assumptions, names: Iterable[str], *, change: float) -> tuple[Sensitivity, ...]:
+        """How the step moves with each named assumption by ∓ `change` of its value, the most moving first."""
+        found = []
+        for name in names:
+            value = getattr(assumptions, name)
+            lower, higher = (
+                self.step_s(replace(assumptions, **{name: value * factor})) for factor in (1 - change, 1 + change)
+            )
+            found.append(Sensitivity(name, value, lower, higher))
+        return tuple(sorted(found, key=lambda one: -one.swing_s))
+
     def _run(self, assumptions: Assumptions) -> tuple[Clock, Floats]:
         speeds = StepSpeeds(self.cluster, assumptions)
         durations = speeds.kernel_seconds(self.graph.kernels)
@@ -174,15 +206,8 @@ def sensitivity(
 
     A fraction may so come to exceed 1: what is asked is how much the step rests on it.
     """
-    base, simulator = assumptions or Assumptions(), Simulator(trace, cluster)
-    found = []
-    for assumption in fields(base):
-        value = getattr(base, assumption.name)
-        lower, higher = (
-            simulator.step_s(replace(base, **{assumption.name: value * factor})) for factor in (1 - change, 1 + change)
-        )
-        found.append(Sensitivity(assumption.name, value, lower, higher))
-    return tuple(sorted(found, key=lambda one: -one.swing_s))
+    base = assumptions or Assumptions()
+    return Simulator(trace, cluster).sensitivity(base, [field.name for field in fields(base)], change=change)
 
 
 def work_of(trace: Trace, spans: Spans) -> list[Work]:
@@ -204,9 +229,10 @@ class _Summary:
         self.trace, self.graph, self.clock, self.assumptions = trace, graph, clock, assumptions
         self.spans = self._spans(durations)
         self.events = work_of(trace, self.spans)
-        lanes = np.array([_lane(event) for event in self.events])
+        lanes = np.array([lane_of(event) for event in self.events])
         self.lanes = {name: self._when(lanes == name) for name in dict.fromkeys((COMPUTE, *lanes.tolist()))}
-        self.kinds_of = np.array([self._kind(i, event) for i, event in enumerate(self.events)])
+        classes = self.spans.kernel_class.tolist()
+        self.kinds_of = np.array([kind_of(*pair) for pair in zip(self.events, classes, strict=True)])
 
     def timeline(self, cluster: Cluster, model_flops_per_token: float | None) -> Timeline:
         step_s, computing = self.clock.step_s, self.lanes[COMPUTE]
@@ -265,11 +291,6 @@ class _Summary:
     def _when(self, mask: np.ndarray) -> Intervals:
         return union(self.spans.start_s[mask], self.spans.end_s[mask])
 
-    def _kind(self, index: int, event: Work) -> str:
-        if isinstance(event, Collective):
-            return f"{event.kind} {event.axis}"
-        return event.direction if isinstance(event, Copy) else KERNEL_CLASSES[self.spans.kernel_class[index]]
-
     def _phase_names(self, events: Ints) -> list[str]:
         names = ["", *map(_phase_name, self.graph.phases)]
         return [names[i] for i in np.searchsorted(self.graph.phase_event, events, side="right").tolist()]
@@ -301,8 +322,18 @@ def _use(lane: Intervals, computing: Intervals) -> Use:
     return Use(lane.seconds, lane.minus(computing).seconds)
 
 
-def _lane(event: Work) -> str:
+def lane_of(event: Work) -> str:
+    """Where it shows: its stream, but what is sent on the computing stream has a lane of its own."""
     return IN_LINE if event.stream == COMPUTE and not isinstance(event, Kernel) else event.stream
+
+
+def kind_of(event: Work, kernel_class: int) -> str:
+    """Class of a kernel (its number in KERNEL_CLASSES), collective with its axis, or direction of a copy."""
+    return KERNEL_CLASSES[kernel_class] if isinstance(event, Kernel) else transfer_kind(event)
+
+
+def transfer_kind(event: Collective | Copy) -> str:
+    return f"{event.kind} {event.axis}" if isinstance(event, Collective) else event.direction
 
 
 def _phase_name(phase: Phase) -> str:

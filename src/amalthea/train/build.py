@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from amalthea.config.check import ResolvedRun, dispatch_node_ranks
 from amalthea.config.run import RunConfig
+from amalthea.core.tensors import DTYPES
 from amalthea.core.world import World
 from amalthea.flexshard.layout import Grid
 from amalthea.kernels.vocab_loss import chunk_tokens
 from amalthea.memory.copies import Copies, copies_for
-from amalthea.memory.offload import OffloadPlan, apply_offload, host_available_bytes, plan_offload
+from amalthea.memory.offload import OffloadPlan, apply_offload, host_bytes_of_rank, plan_offload
 from amalthea.memory.recompute import apply_recompute
 from amalthea.memory.state import HostState
 from amalthea.model.blocks import BlockGroup
@@ -27,8 +28,6 @@ from amalthea.parallel.fsdp import apply_fsdp, experts_are_cut, set_unshard_asyn
 from amalthea.parallel.hierarchical import apply_hierarchical_dispatch
 from amalthea.parallel.mesh import Mesh, build_mesh
 from amalthea.parallel.shards import local_part
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def build(
         model.head.chunk_tokens = chunk_tokens(
             budget_gib=config.memory.loss_budget_gib,
             vocab_size=config.model.vocab_size,
-            dtype=_DTYPES[config.precision],
+            dtype=DTYPES[config.precision],
         )
     for block in model.blocks:
         block.attn.track_max_logits = config.optim.qk_clip is not None
@@ -106,15 +105,15 @@ def build(
         host_bytes = host_bytes_of_rank(world)
     if config.memory.offload:
         offload = plan_boundary_offload(config, resolved, num_groups=len(model.groups), host_bytes=host_bytes)
-        apply_offload(model, offload, dtype=_DTYPES[config.precision], copies=copies)
+        apply_offload(model, offload, dtype=DTYPES[config.precision], copies=copies)
         host_bytes -= offload.arena_bytes
     if resolved.world_size > 1 or config.precision != "fp32":
         # One fp32 process has nothing to gather, reduce or cast.
         apply_fsdp(
             model,
             mesh,
-            param_dtype=_DTYPES[config.precision],
-            reduce_dtype=_DTYPES[config.parallel.reduce_dtype],
+            param_dtype=DTYPES[config.precision],
+            reduce_dtype=DTYPES[config.parallel.reduce_dtype],
             reshard_after_forward=config.parallel.reshard_after_forward,
             reduce_over_replicas=config.optim.replicas == "repeated",
         )
@@ -130,18 +129,13 @@ def build(
     return Run(config, resolved, world, mesh, model, optimizers, offload)
 
 
-def host_bytes_of_rank(world: World) -> int:
-    """This rank's share of the node's free memory."""
-    return host_available_bytes() // world.local_size
-
-
 def plan_boundary_offload(config: RunConfig, resolved: ResolvedRun, *, num_groups: int, host_bytes: int) -> OffloadPlan:
     """How much travels to the host. Raises ConfigError where the host has less than that."""
-    tokens = resolved.microbatch_sequences * config.data.seq_len // resolved.cp
+    tokens = resolved.pass_tokens(config.data.seq_len)
     return plan_offload(
         num_groups=num_groups,
         num_passes=config.memory.sequences_per_gather,
-        boundary_bytes=tokens * config.model.hidden_size * _DTYPES[config.precision].itemsize,
+        boundary_bytes=tokens * config.model.hidden_size * DTYPES[config.precision].itemsize,
         budget_gib=config.memory.offload_budget_gib,
         host_available_bytes=host_bytes,
     )

@@ -17,10 +17,11 @@ from amalthea.core.errors import CheckpointError
 from amalthea.core.world import World
 from amalthea.data.batch import Batch
 from amalthea.data.dataset import PreparedData, TrainData, ValidationData
+from amalthea.memory.offload import host_bytes_of_rank
 from amalthea.memory.watch import MemoryWatch
 from amalthea.optim.assign import describe
 from amalthea.optim.schedule import lr_factor
-from amalthea.train.build import Run, build, host_bytes_of_rank
+from amalthea.train.build import Run, build
 from amalthea.train.records import Recorder, StepRecord
 from amalthea.train.step import StepResult, train_step
 from amalthea.train.validate import validate

@@ -97,7 +97,7 @@ def forward(run: Run, batch: Batch, *, per_token: bool = False) -> ModelOutput:
 
 def positions(run: Run, tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of [B, S] along the positions; with context parallelism B sequences are shared."""
-    return tensor.chunk(run.mesh.cp, dim=1)[run.mesh.coordinates()["cp"]]
+    return tensor.chunk(run.mesh.cp, dim=1)[run.mesh.cp_rank]
 
 
 def _accumulate(

@@ -92,7 +92,7 @@ def trace_step(
             run.model,
             config,
             workload,
-            num_tokens=resolved.microbatch_sequences * config.data.seq_len // resolved.cp,
+            num_tokens=resolved.pass_tokens(config.data.seq_len),
             ep_rank=run.mesh.experts.get_local_rank("ep"),
         )
 
@@ -113,8 +113,7 @@ def trace_step(
                 recorder.write(held)
             step()
         resident, events = recorder.stop()
-    tokens = resolved.sequences_per_rank * config.data.seq_len // resolved.cp
-    return Trace(rank, world_size, tokens, resident, events)
+    return Trace(rank, world_size, resolved.rank_tokens(config.data.seq_len), resident, events)
 
 
 @contextmanager
