@@ -28,9 +28,9 @@ import torch.distributed as dist
 
 from amalthea.config.check import resolve
 from amalthea.config.run import RunConfig
+from amalthea.core.libc import keep_freed_memory
 from amalthea.core.world import World
 from amalthea.data.batch import Batch
-from amalthea.launch.allocator import keep_freed_memory
 from amalthea.memory.estimate import kept_activations
 from amalthea.memory.monitor import peak_memory
 from amalthea.memory.tracker import StorageTracker

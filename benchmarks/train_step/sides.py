@@ -17,10 +17,10 @@ from transformers import Glm4MoeForCausalLM
 
 from amalthea.config.check import resolve
 from amalthea.config.run import RunConfig
+from amalthea.core.libc import keep_freed_memory
 from amalthea.core.world import World
 from amalthea.data.batch import IGNORED, Batch
 from amalthea.interop.glm4_moe import to_hf_config, to_hf_state
-from amalthea.launch.allocator import keep_freed_memory
 from amalthea.model.config import ModelConfig, MoEConfig
 from amalthea.model.init import initialize
 from amalthea.model.transformer import Transformer

@@ -98,7 +98,7 @@ def test_the_picture_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         (
             [*CUT, "--cluster", "jupitre"],
             "error: unknown cluster 'jupitre'; did you mean jupiter? clusters are jupiter, alps, isambard-ai, "
-            "marenostrum5-acc, leonardo, lumi-g, h100-sxm, h200-sxm, b200",
+            "marenostrum5-acc, leonardo, lumi-g, h100-sxm, h200-sxm, b200, and this",
         ),
         (
             ["plan", "quickstart", "--picture", "load.png"],

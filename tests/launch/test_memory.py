@@ -8,7 +8,7 @@ from support.tiny import tiny_config
 from amalthea.config.check import resolve
 from amalthea.core.errors import ConfigError
 from amalthea.core.world import World
-from amalthea.launch.train import check_memory
+from amalthea.launch.train import check_memory, expand_segments
 from amalthea.recipes.europa_1t import europa_1t
 
 
@@ -22,3 +22,18 @@ def test_the_reference_model_on_one_machine_is_refused_before_anything_is_made()
 def test_a_small_run_fits() -> None:
     config = tiny_config()
     check_memory(config, resolve(config, world_size=1), World())
+
+
+@pytest.mark.parametrize(
+    ("environ", "setting"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, "max_split_size_mb:512"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:False"),
+    ],
+)
+def test_segments_grow_unless_the_user_says_otherwise(environ: dict[str, str], setting: str) -> None:
+    before = dict(environ)
+    assert expand_segments(environ) == setting
+    assert environ == (before or {"PYTORCH_ALLOC_CONF": setting})
+    assert expand_segments(environ) == setting  # asked again, as the manifest does

@@ -35,5 +35,5 @@ def test_an_unknown_cluster_is_refused_with_what_was_meant(name: str, meant: str
 
 
 def test_a_cluster_like_none_lists_them_all() -> None:
-    with pytest.raises(ConfigError, match=r"unknown cluster 'zzz'; clusters are jupiter, .*, b200$"):
+    with pytest.raises(ConfigError, match=r"unknown cluster 'zzz'; clusters are jupiter, .*, b200, and this$"):
         get_cluster("zzz")

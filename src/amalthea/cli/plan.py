@@ -31,7 +31,7 @@ def plan_command(
     ] = None,
     cluster: Annotated[
         str | None,
-        _option("--cluster", metavar="NAME", help="Plan the run on this machine: a preset, or a file.toml."),
+        _option("--cluster", metavar="NAME", help="Plan for this machine: a preset, a file.toml, or `this`, measured."),
     ] = None,
     gpus: Annotated[
         int | None,
@@ -146,13 +146,14 @@ def _optimizer(
 ) -> tuple[dict[str, Any], list[Any]]:
     """The JSON and the tables of the optimizer step; draws the picture too."""
     from amalthea.cli.optimizer_tables import optimizer_tables
-    from amalthea.plan.clusters_file import find_cluster
+    from amalthea.plan.machine import open_machine
     from amalthea.plan.optimizer_published import published_estimates
     from amalthea.plan.optimizer_step import default_gpus, plan_optimizer_step
     from amalthea.plan.optimizer_time import estimate_step
 
-    cluster, num_gpus = find_cluster(cluster_name), gpus or default_gpus(config)
-    cluster.check_holds(num_gpus)  # before the longer work
+    num_gpus = gpus or default_gpus(config)
+    with open_machine(cluster_name, num_gpus=num_gpus, device=config.device) as machine:
+        cluster = machine.cluster
     plan = plan_optimizer_step(config, num_gpus=num_gpus)
     estimate, published = estimate_step(plan, config, cluster), published_estimates(config.model)
     document = {**plan.to_json(), **estimate.to_json(), "published": [figure.to_json() for figure in published]}

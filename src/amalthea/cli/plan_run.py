@@ -14,6 +14,7 @@ from amalthea.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from amalthea.config.run import RunConfig
+    from amalthea.plan.machine import Machine
     from amalthea.plan.setting import Code, Setting
 
 
@@ -36,13 +37,22 @@ class Request:
 
 def plan_and_report(config: RunConfig, request: Request) -> tuple[dict[str, Any], list[Any]]:
     """The JSON and the tables of a run's plan; writes the files that were asked for. Raises ConfigError."""
+    from amalthea.plan.machine import open_machine
+    from amalthea.plan.optimizer_step import default_gpus
+
+    say = Progress(Console(stderr=True, highlight=False), every_s=0.0)
+    num_gpus, tokens = request.gpus or default_gpus(config), _tokens(request.tokens)
+    with open_machine(request.cluster, num_gpus=num_gpus, device=config.device) as machine:
+        return _report(config, request, _setting(request, machine, num_gpus), tokens, say)
+
+
+def _report(
+    config: RunConfig, request: Request, setting: Setting, tokens: int | None, say: Progress
+) -> tuple[dict[str, Any], list[Any]]:
     from amalthea.cli.plan_extra_tables import check_tables, ladder_table, search_tables
     from amalthea.cli.plan_tables import run_tables
     from amalthea.plan.run_plan import plan_run
 
-    say = Progress(Console(stderr=True, highlight=False), every_s=0.0)
-    setting, tokens = _setting(config, request), _tokens(request.tokens)
-    setting.cluster.check_holds(setting.num_gpus)
     code = _code()
     plan = plan_run(config, setting, code, tokens=tokens, say=say)
     document = plan.to_json()
@@ -88,21 +98,21 @@ def _code() -> Code:
     return Code(build, train_step)
 
 
-def _setting(config: RunConfig, request: Request) -> Setting:
-    from amalthea.plan.clusters_file import find_cluster
-    from amalthea.plan.optimizer_step import default_gpus
+def _setting(request: Request, machine: Machine, num_gpus: int) -> Setting:
     from amalthea.plan.setting import Setting
     from amalthea.plan.trace import Workload
 
     return Setting(
-        cluster=find_cluster(request.cluster),
-        num_gpus=request.gpus or default_gpus(config),
+        cluster=machine.cluster,
+        num_gpus=num_gpus,
         rank=request.rank,
         workload=Workload(
             document_tokens=request.document_tokens,
             expert_load=None if request.expert_load is None else _read_load(request.expert_load),
         ),
+        assumptions=machine.assumptions,
         expandable_segments=request.expandable_segments,
+        stopwatch=machine.stopwatch,
     )
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from amalthea.core.errors import ConfigError
 from amalthea.core.units import GIB
+from amalthea.kernels.device import on_host
 
 
 def chunk_tokens(*, budget_gib: float, vocab_size: int, dtype: torch.dtype) -> int:
@@ -100,7 +101,7 @@ class _VocabLoss(torch.autograd.Function):
             kept = labels[chunk] != ignored
             logits = _product(hidden[chunk], weight, out=buffer[: len(kept)])
             losses.append(_losses_and_gradient(logits, labels[chunk].where(kept, 0)[:, None]).where(kept, 0.0).sum())
-            if _is_on_host(logits) and losses[-1].isinf():
+            if on_host(logits) and _has_values(logits) and losses[-1].isinf():
                 # The softmax of a label was too small for its logarithm.
                 losses[-1] = token_losses(
                     hidden[chunk], weight, labels[chunk], chunk_tokens=chunk_tokens, ignored=ignored
@@ -130,7 +131,7 @@ def _losses_and_gradient(logits: torch.Tensor, picked: torch.Tensor) -> torch.Te
     On a CPU the softmax is one pass over rows in cache and its exponentials are not taken again; a loss beyond the
     logarithm of the smallest normal number comes out infinite.
     """
-    if _is_on_host(logits):
+    if on_host(logits):
         torch.softmax(logits, dim=-1, out=logits)
         losses = -F.threshold(logits.gather(1, picked), torch.finfo(logits.dtype).tiny, 0.0).log()
     else:
@@ -141,9 +142,9 @@ def _losses_and_gradient(logits: torch.Tensor, picked: torch.Tensor) -> torch.Te
     return losses[:, 0]
 
 
-def _is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether looking at a value costs nothing: on a CPU, and not a fake tensor, which has none."""
-    return tensor.is_cpu and type(tensor) is torch.Tensor
+def _has_values(tensor: torch.Tensor) -> bool:
+    """False of a fake tensor."""
+    return type(tensor) is torch.Tensor
 
 
 def _add_product(total: torch.Tensor, logits_grad: torch.Tensor, hidden: torch.Tensor) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 from amalthea.config.check import ResolvedRun, check_vocab, dispatch_node_ranks, resolve
 from amalthea.config.run import RunConfig
 from amalthea.core.errors import ConfigError
+from amalthea.core.libc import keep_freed_memory
 from amalthea.core.world import World
-from amalthea.launch.allocator import keep_freed_memory
 from amalthea.launch.failure import on_main_rank, run_together
 from amalthea.launch.manifest import TOKENIZER_FILE, check_same_run, check_writable, write_manifest, write_whole
 from amalthea.launch.paths import cache_dir
@@ -40,6 +41,10 @@ def run(
             or the node (`discover`) on each rank that meets them.
     """
     world = discover(device=config.device)
+    if world.device == "cpu":
+        keep_freed_memory()
+    else:
+        expand_segments()
     try:
         resolved = resolve(config, world_size=world.size)
         check_memory(config, resolved, world)
@@ -47,8 +52,6 @@ def run(
         if world.is_main:
             raise
         return error.exit_code
-    if world.device == "cpu":
-        keep_freed_memory()
     with process_group(world) as store:
         return run_together(
             lambda: _run(config, resolved, world, run_dir=run_dir, say=say, finish=finish),
@@ -74,6 +77,18 @@ def check_memory(config: RunConfig, resolved: ResolvedRun, world: World) -> None
     check_fits(config, resolved, device_bytes, host_bytes)
 
 
+def expand_segments(environ: MutableMapping[str, str] = os.environ) -> str:
+    """Has CUDA's allocator grow its segments, unless the user has set it up; returns its setting.
+
+    Before the first tensor on the device. Without it, blocks of the sizes that a step frees and needs again do not
+    fit each other: the plan, which assumes it, says how much.
+    """
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if name in environ:
+            return environ[name]
+    return environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 def new_run_dir(recipe: str, *, now: datetime, parent: Path = RUNS_FOLDER) -> Path:
     """`runs/quickstart-20260131-235959`, with `-2` and so on appended where that is taken."""
     name = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', recipe)}-{now:%Y%m%d-%H%M%S}"
@@ -91,6 +106,8 @@ def chosen_automatically(config: RunConfig, resolved: ResolvedRun, world: World)
     chosen: dict[str, Any] = {"torch_threads": torch.get_num_threads()}
     if config.device == "auto":
         chosen["device"] = world.device
+    if world.device == "cuda":
+        chosen["allocator"] = expand_segments()
     if config.parallel.dp_shard == "auto":
         chosen["parallel.dp_shard"] = resolved.dp_shard
     if config.parallel.dispatch == "auto":

@@ -253,4 +253,4 @@ def get_cluster(name: str) -> Cluster:
         return CLUSTERS[name]
     close = difflib.get_close_matches(name.lower().replace("_", "-"), CLUSTERS, n=1, cutoff=0.5)
     meant = f"; did you mean {close[0]}?" if close else ";"
-    raise ConfigError(f"unknown cluster {name!r}{meant} clusters are {', '.join(CLUSTERS)}")
+    raise ConfigError(f"unknown cluster {name!r}{meant} clusters are {', '.join(CLUSTERS)}, and this")

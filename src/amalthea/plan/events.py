@@ -7,7 +7,7 @@ order comes from `Record` and `Wait` alone, as on a GPU. Memory belongs to the s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 COMPUTE = "compute"
 """The stream on which a model computes; the others are named after what runs there."""
@@ -48,6 +48,8 @@ class Kernel:
     flops: float
     bytes_moved: int
     dtype: str
+    call: int = -1
+    """Number in the trace's `calls`; -1 where these were not kept."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,19 @@ class Collective:
     issued_from: str
     dtype: str
     bytes_in: int = 0
+
+
+class Exchange(NamedTuple):
+    """What of a collective says how long it takes."""
+
+    kind: CollectiveKind
+    ranks: tuple[int, ...]
+    bytes_out: int
+    bytes_in: int
+
+
+def exchange_of(event: Collective) -> Exchange:
+    return Exchange(event.kind, event.ranks, event.bytes_out, event.bytes_in)
 
 
 @dataclass(frozen=True)
@@ -139,3 +154,5 @@ class Trace:
     """Of this rank, in this step."""
     resident: tuple[Allocate, ...]
     events: tuple[Event, ...]
+    calls: tuple[Any, ...] = ()
+    """Different calls of operations (`plan/trace/calls.Call`), where they were asked for."""

@@ -22,7 +22,7 @@ from amalthea.plan.fits import memory_floor, remedies_that_fit
 from amalthea.plan.optimizer_step import OptimizerPlan, plan_optimizer_step
 from amalthea.plan.optimizer_time import StepEstimate, estimate_step
 from amalthea.plan.setting import Code, Setting
-from amalthea.plan.timeline import Sensitivity, Simulator, Timeline
+from amalthea.plan.timeline import Sensitivity, Timeline
 
 Say = Callable[[str], None]
 LEANED_ON = ("matmul", "grouped", "attention", "hbm", "network", "intra_node", "host_link", "launch_s")
@@ -231,7 +231,7 @@ def plan_run(
     memory = replay(trace, settings=setting.allocator)
     other = replay(trace, settings=setting.other_allocator)
     say("timing the step")
-    simulator = Simulator(trace, setting.cluster)
+    simulator = setting.simulator(trace)
     timeline = simulator.timeline(setting.assumptions, model_flops_per_token=setting.model_flops_per_token(config))
     sensitivities = simulator.sensitivity(setting.assumptions, LEANED_ON, change=CHANGE)
     say("planning the optimizer's step")

@@ -13,6 +13,8 @@ from amalthea.plan.clusters import Cluster
 from amalthea.plan.devices import Reserves, device_cap_gib
 from amalthea.plan.events import Trace
 from amalthea.plan.step_speeds import Assumptions
+from amalthea.plan.stopwatch import Stopwatch
+from amalthea.plan.timeline import Simulator
 from amalthea.plan.trace import Workload, trace_step
 
 
@@ -35,6 +37,8 @@ class Setting:
     assumptions: Assumptions = field(default_factory=Assumptions)
     reserves: Reserves = field(default_factory=Reserves)
     expandable_segments: bool = True
+    stopwatch: Stopwatch | None = None
+    """Measures what the trace consists of on this machine, whose cluster it then is."""
 
     @property
     def allocator(self) -> AllocatorSettings:
@@ -57,7 +61,14 @@ class Setting:
             train_step=code.train_step,
             workload=self.workload,
             node_ranks=min(self.cluster.gpus_per_node, self.num_gpus),
+            gpu=self.stopwatch is None or self.stopwatch.device == "cuda",
+            keep_calls=self.stopwatch is not None,
         )
+
+    def simulator(self, trace: Trace) -> Simulator:
+        """Of a step on this machine, after measuring its operations, or on a described one."""
+        clocked = None if self.stopwatch is None else self.stopwatch.clock(trace)
+        return Simulator(trace, self.cluster, clocked=clocked)
 
     def model_flops_per_token(self, config: RunConfig) -> int:
         """FLOP per token, forward and backward, over documents of the workload's length."""

@@ -19,7 +19,7 @@ from amalthea.plan.allocator import replay
 from amalthea.plan.devices import device_cap_gib, host_cap_bytes
 from amalthea.plan.fits import memory_floor
 from amalthea.plan.setting import Code, Setting
-from amalthea.plan.timeline import Timeline, Use, simulate
+from amalthea.plan.timeline import Timeline, Use
 
 GROUPS = (4, 6)
 """Groups of blocks that are traced, after the dense layers."""
@@ -139,7 +139,7 @@ def _shallow(config: RunConfig, setting: Setting, code: Code, layers: int) -> _S
     memory = replay(trace, settings=setting.allocator)
     switched = replace(setting.other_allocator, cap_gib=None)
     peak = memory.demand.peak_allocated
-    timeline = simulate(trace, setting.cluster, assumptions=setting.assumptions)
+    timeline = setting.simulator(trace).timeline(setting.assumptions)
     return _Shallow(
         layers=layers,
         tokens=trace.tokens,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from amalthea.plan.clusters import Cluster
-from amalthea.plan.events import COMPUTE, Collective, Copy, Kernel, Phase, Trace
+from amalthea.plan.events import COMPUTE, Collective, Copy, Event, Exchange, Kernel, Phase, Trace, exchange_of
 from amalthea.plan.network import Reach, Transfer, price_collective, price_copy, reach
 from amalthea.plan.step_speeds import KERNEL_CLASSES, Assumptions, Floats, Ints, StepSpeeds
 from amalthea.plan.timeline_clock import Clock, run_clock
@@ -135,11 +135,34 @@ class Sensitivity:
         return abs(self.step_s_higher - self.step_s_lower)
 
 
+@dataclass(frozen=True)
+class Clocked:
+    """Seconds that were measured on the machine itself (`plan/stopwatch.py`), of a trace's calls and collectives."""
+
+    call_s: tuple[float, ...]
+    """By number of the call."""
+    exchange_s: dict[Exchange, float]
+    overhead_s: float
+    """For each operation, where the processor that issues it also carries it out; else 0."""
+    lateness_s: float = 0.0
+    """For each collective, because ranks do not come to it at once after the same work."""
+    in_line: bool = False
+    """Whoever sends takes the time from computing, since every core of the host computes."""
+
+    def seconds(self, trace: Trace, events: Ints, *, otherwise: Floats) -> Floats:
+        """Of the kernels at `events`; those whose calls were not kept take `otherwise`."""
+        calls = np.array([event.call for i in events.tolist() if isinstance(event := trace.events[i], Kernel)])
+        measured = np.array((*self.call_s, 0.0))[calls]
+        return np.where(calls >= 0, measured, otherwise) + self.overhead_s
+
+
 class Simulator:
     """A trace on a cluster, read once, to be simulated under several assumptions."""
 
-    def __init__(self, trace: Trace, cluster: Cluster) -> None:
-        self.trace, self.cluster = trace, cluster
+    def __init__(self, trace: Trace, cluster: Cluster, *, clocked: Clocked | None = None) -> None:
+        if clocked is not None and clocked.in_line:
+            trace = replace(trace, events=tuple(map(_in_line, trace.events)))
+        self.trace, self.cluster, self.clocked = trace, cluster, clocked
         self.graph = build_graph(trace)
         self._transfers = [(n, trace.events[node.event]) for n, node in enumerate(self.graph.nodes) if node.event >= 0]
         self._reach: dict[tuple[int, ...], Reach] = {}
@@ -168,6 +191,8 @@ class Simulator:
     def _run(self, assumptions: Assumptions) -> tuple[Clock, Floats]:
         speeds = StepSpeeds(self.cluster, assumptions)
         durations = speeds.kernel_seconds(self.graph.kernels)
+        if self.clocked is not None:
+            durations = self.clocked.seconds(self.trace, self.graph.kernel_event, otherwise=durations)
         busy, latest = run_times(self.graph, durations, launch_s=assumptions.launch_s)
         transfers = {number: self._price(event, speeds) for number, event in self._transfers}
         clock = run_clock(self.graph, busy_s=busy, latest_s=latest, transfers=transfers, launch_s=assumptions.launch_s)
@@ -177,6 +202,8 @@ class Simulator:
         if isinstance(event, Copy):
             return price_copy(event, speeds)
         assert isinstance(event, Collective)
+        if self.clocked is not None:
+            return Transfer(self.clocked.exchange_s[exchange_of(event)] + self.clocked.lateness_s, {})
         where = self._reach.get(event.ranks)
         if where is None:
             where = self._reach[event.ranks] = reach(event.ranks, rank=self.trace.rank, cluster=self.cluster)
@@ -320,6 +347,10 @@ class _Summary:
 
 def _use(lane: Intervals, computing: Intervals) -> Use:
     return Use(lane.seconds, lane.minus(computing).seconds)
+
+
+def _in_line(event: Event) -> Event:
+    return replace(event, stream=COMPUTE, issued_from=COMPUTE) if isinstance(event, Collective) else event
 
 
 def lane_of(event: Work) -> str:

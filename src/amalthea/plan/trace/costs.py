@@ -77,6 +77,11 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
                 yield item
 
 
+def multiplies(name: str) -> bool:
+    """Whether an operation is one of those whose FLOP are counted: products and attention."""
+    return name in _FLOPS
+
+
 def cost(op: Operation, args: Any, kwargs: Any, out: Any, *, pairs: Callable[[int], float]) -> Cost:
     """What a call of an operation costs.
 

@@ -19,6 +19,7 @@ from amalthea.core.errors import ConfigError
 from amalthea.core.world import World
 from amalthea.data.batch import Batch
 from amalthea.plan.events import COMPUTE, Copy, Trace
+from amalthea.plan.trace.calls import CallBook
 from amalthea.plan.trace.collectives import Collectives
 from amalthea.plan.trace.copies import TracedCopies
 from amalthea.plan.trace.gpu import gpu_code
@@ -47,14 +48,15 @@ def trace_step(
     gpu: bool = True,
     node_ranks: int = 1,
     host_bytes: int | None = None,
+    keep_calls: bool = False,
 ) -> Trace:
     """Runs `build` and two steps as rank `rank` of `world_size` and returns what the second one does.
 
     `build` and `train_step` are those of `train`. With `gpu` the code chooses kernels and buffers as on a GPU, else as
     on a CPU. `node_ranks` is how many ranks a node has, and `host_bytes` the host memory that a rank may take, by
-    default any. The gradient norm counts as too large, so that gradients are scaled. The process must have no process
-    group. Communication: none. Memory: shapes only. Raises ConfigError where the configuration does not fit the ranks,
-    or the workload the model.
+    default any. `keep_calls` keeps each different call of an operation, to be timed. The gradient norm counts as too
+    large, so that gradients are scaled. The process must have no process group. Communication: none. Memory: shapes
+    only. Raises ConfigError where the configuration does not fit the ranks, or the workload the model.
     """
     workload = workload or Workload()
     workload.check(config)
@@ -65,7 +67,8 @@ def trace_step(
     copies = TracedCopies(recorder, mode)
     per_token = workload.attention_pairs(config.data.seq_len)
     collectives = Collectives(recorder)
-    tracer = Tracer(recorder, collectives, pairs=lambda tokens: tokens * per_token, mode=mode)
+    calls = CallBook() if keep_calls else None
+    tracer = Tracer(recorder, collectives, pairs=lambda tokens: tokens * per_token, mode=mode, calls=calls)
     with ExitStack() as stack:
         for context in (
             fake_world(rank, world_size),
@@ -113,7 +116,8 @@ def trace_step(
                 recorder.write(held)
             step()
         resident, events = recorder.stop()
-    return Trace(rank, world_size, resolved.rank_tokens(config.data.seq_len), resident, events)
+    seen = () if calls is None else tuple(calls.calls)
+    return Trace(rank, world_size, resolved.rank_tokens(config.data.seq_len), resident, events, seen)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amalthea.plan.events import Kernel
+from amalthea.plan.trace.calls import CallBook
 from amalthea.plan.trace.collectives import Collectives
 from amalthea.plan.trace.costs import Operation, cost, operation, tensors
 from amalthea.plan.trace.fakes import FastFakes
@@ -24,7 +25,7 @@ class Tracer(TorchDispatchMode):
     """While active, writes down what this thread's operations do.
 
     Entered above a fake `mode`, it runs no collectives; without one, everything runs and is written down too, which is
-    how a trace is compared with a real step. `pairs` is as in `costs.cost`.
+    how a trace is compared with a real step. `pairs` is as in `costs.cost`; `calls` is given the different calls.
     """
 
     def __init__(
@@ -34,9 +35,10 @@ class Tracer(TorchDispatchMode):
         *,
         pairs: Callable[[int], float],
         mode: FakeTensorMode | None = None,
+        calls: CallBook | None = None,
     ) -> None:
         super().__init__()
-        self.recorder, self.collectives, self.pairs = recorder, collectives, pairs
+        self.recorder, self.collectives, self.pairs, self.calls = recorder, collectives, pairs, calls
         self._fakes = None if mode is None else FastFakes(mode)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,7 +59,9 @@ class Tracer(TorchDispatchMode):
         if op.is_kernel and self.recorder.is_recording:
             what = cost(op, args, kwargs, out, pairs=self.pairs)
             if what.num_bytes:
-                self.recorder.write(Kernel(op.name, self.recorder.stream, what.flops, what.num_bytes, what.dtype))
+                number = -1 if self.calls is None else self.calls.number(func, args, kwargs)
+                kernel = Kernel(op.name, self.recorder.stream, what.flops, what.num_bytes, what.dtype, number)
+                self.recorder.write(kernel)
         return out
 
     def _run_fake(self, fakes: FastFakes, func: Any, op: Operation, args: Any, kwargs: Any) -> Any:

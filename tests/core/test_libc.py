@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 import resource
-from amalthea.launch.allocator import keep_freed_memory
+from amalthea.core.libc import keep_freed_memory
 
 SIZE = 256 << 20
 
