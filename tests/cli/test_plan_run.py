@@ -43,6 +43,21 @@ def test_tables_and_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert page.stat().st_size > 10_000
 
 
+def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("model.num_layers=1", "data.seq_len=64", "train.global_batch_tokens=512")
+    code, out, _ = answer(
+        capsys, "plan", "quickstart", "--cluster", "this", "--gpus", "1", "device=cpu", *small, "--json"
+    )
+    assert code == 0
+    document = json.loads(out)
+    assert document["layout"]["cluster"] == "this"
+    assert document["timeline"]["step_s"] > 0
+    assert document["timeline"]["sensitivities"] == []
+    assert "timed on this machine" in document["timeline"]["assumptions"][0]
+    assert "timed on this machine" in document["timeline"]["leans_on"]["assumption"]
+    assert document["memory"]["fits"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -99,6 +99,7 @@ def _code() -> Code:
 
 
 def _setting(request: Request, machine: Machine, num_gpus: int) -> Setting:
+    from amalthea.plan.devices import Reserves
     from amalthea.plan.setting import Setting
     from amalthea.plan.trace import Workload
 
@@ -111,6 +112,7 @@ def _setting(request: Request, machine: Machine, num_gpus: int) -> Setting:
             expert_load=None if request.expert_load is None else _read_load(request.expert_load),
         ),
         assumptions=machine.assumptions,
+        reserves=Reserves(device_gib=0.0) if machine.is_cpu else Reserves(),
         expandable_segments=request.expandable_segments,
         stopwatch=machine.stopwatch,
     )

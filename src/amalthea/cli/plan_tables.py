@@ -29,7 +29,7 @@ def run_tables(plan: RunPlan, document: dict[str, Any]) -> list[Any]:
         _exposed(document["timeline"]),
         _memory(document["memory"]),
         _budget(document["budget"]),
-        _weights(plan),
+        *([_weights(plan)] if plan.sensitivities else []),
         lines("warnings", document["warnings"]),
         lines("assumptions", [*document["timeline"]["assumptions"], *document["memory"]["assumptions"]]),
     ]

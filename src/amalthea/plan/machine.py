@@ -27,6 +27,10 @@ class Machine:
     assumptions: Assumptions = field(default_factory=Assumptions)
     stopwatch: Stopwatch | None = None
 
+    @property
+    def is_cpu(self) -> bool:
+        return self.stopwatch is not None and self.stopwatch.device == "cpu"
+
 
 @contextmanager
 def open_machine(name: str, *, num_gpus: int, device: str = "auto") -> Iterator[Machine]:

@@ -44,7 +44,7 @@ class RunPlan:
     """The same without expandable segments, or with, where the plan is without."""
     timeline: Timeline
     sensitivities: tuple[Sensitivity, ...]
-    """The heaviest first."""
+    """The heaviest first; none where the machine was measured and not described."""
     optimizer: OptimizerPlan
     optimizer_estimate: StepEstimate
     budget: Budget
@@ -171,17 +171,25 @@ class RunPlan:
     def _timeline_json(self) -> dict[str, Any]:
         timeline = self.timeline
         document = timeline.to_json()
-        heaviest = self.sensitivities[0]
         return document | {
             "compute_s": timeline.compute_s,
             "exposed_comm_s": timeline.exposed_comm_s,
             "exposed_by_kind_s": {name: use.exposed_s for name, use in timeline.transfers.items()},
-            "leans_on": {
-                "assumption": f"{heaviest.assumption} = {heaviest.value:g}",
-                "sensitivity": f"a tenth lower or higher: {heaviest.step_s_lower:.2f} or "
-                f"{heaviest.step_s_higher:.2f} s per step",
-            },
+            "leans_on": self._step_leans_on(),
             "sensitivities": [{**vars(one), "swing_s": one.swing_s} for one in self.sensitivities],
+        }
+
+    def _step_leans_on(self) -> dict[str, str]:
+        if not self.sensitivities:
+            return {
+                "assumption": "single operations and collectives, timed on this machine",
+                "sensitivity": f"all a tenth slower: {self.timeline.step_s * CHANGE:.3f} s more",
+            }
+        heaviest = self.sensitivities[0]
+        return {
+            "assumption": f"{heaviest.assumption} = {heaviest.value:g}",
+            "sensitivity": f"a tenth lower or higher: {heaviest.step_s_lower:.2f} or "
+            f"{heaviest.step_s_higher:.2f} s per step",
         }
 
 
@@ -233,7 +241,9 @@ def plan_run(
     say("timing the step")
     simulator = setting.simulator(trace)
     timeline = simulator.timeline(setting.assumptions, model_flops_per_token=setting.model_flops_per_token(config))
-    sensitivities = simulator.sensitivity(setting.assumptions, LEANED_ON, change=CHANGE)
+    sensitivities: tuple[Sensitivity, ...] = ()
+    if setting.stopwatch is None:
+        sensitivities = simulator.sensitivity(setting.assumptions, LEANED_ON, change=CHANGE)
     say("planning the optimizer's step")
     optimizer = plan_optimizer_step(config, num_gpus=setting.num_gpus)
     all_tokens = tokens or config.train.steps * config.train.global_batch_tokens

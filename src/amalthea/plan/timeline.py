@@ -82,6 +82,8 @@ class Timeline:
     issuing_s: float
     """Of the processor, launching."""
     spans: Spans
+    clocked: Clocked | None = None
+    """What was measured instead of assumed."""
 
     @property
     def compute_s(self) -> float:
@@ -117,7 +119,7 @@ class Timeline:
             "lanes": {name: vars(use) for name, use in self.lanes.items()},
             "kinds": {name: vars(use) for name, use in self.kinds.items()},
             "phases": {name: vars(use) for name, use in self.phases.items()},
-            "assumptions": list(self.assumptions.lines()),
+            "assumptions": list((self.clocked or self.assumptions).lines()),
         }
 
 
@@ -149,6 +151,16 @@ class Clocked:
     in_line: bool = False
     """Whoever sends takes the time from computing, since every core of the host computes."""
 
+    def lines(self) -> tuple[str, ...]:
+        """In words."""
+        order = "sending takes turns with computing" if self.in_line else "sending goes on beside computing"
+        return (
+            f"{len(self.call_s):,} different operations, {len(self.exchange_s):,} collectives: timed on this machine",
+            f"{self.overhead_s * 1e6:.1f} µs of Python and autograd for each operation (measured)",
+            f"{self.lateness_s * 1e6:,.0f} µs for each collective, to which ranks come late (measured)",
+            f"{order}: {'every core' if self.in_line else 'not every core'} of the host computes",
+        )
+
     def seconds(self, trace: Trace, events: Ints, *, otherwise: Floats) -> Floats:
         """Of the kernels at `events`; those whose calls were not kept take `otherwise`."""
         calls = np.array([event.call for i in events.tolist() if isinstance(event := trace.events[i], Kernel)])
@@ -173,9 +185,8 @@ class Simulator:
     def timeline(self, assumptions: Assumptions, *, model_flops_per_token: float | None = None) -> Timeline:
         """The whole result. `model_flops_per_token` is accounting's `model_total`, for the MFU."""
         clock, durations = self._run(assumptions)
-        return _Summary(self.trace, self.graph, clock, durations, assumptions).timeline(
-            self.cluster, model_flops_per_token
-        )
+        summary = _Summary(self.trace, self.graph, clock, durations, assumptions)
+        return replace(summary.timeline(self.cluster, model_flops_per_token), clocked=self.clocked)
 
     def sensitivity(self, assumptions: Assumptions, names: Iterable[str], *, change: float) -> tuple[Sensitivity, ...]:
         """How the step moves with each named assumption by ∓ `change` of its value, the most moving first."""
