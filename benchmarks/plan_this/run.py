@@ -49,7 +49,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "deep": ("model.num_layers=12", "model.hidden_size=128", "data.seq_len=256", "train.global_batch_tokens=2048"),
     "wide": (
         "model.num_layers=2",
-        "model.hidden_size=768",
+        "model.hidden_size=512",
         "model.moe.expert_hidden_size=384",
     ),
     "long": ("data.seq_len=2048", "train.global_batch_tokens=8192", "memory.recompute=block"),

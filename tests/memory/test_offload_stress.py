@@ -29,8 +29,8 @@ BLOCKS, PASSES = (1, 2, 3), (1, 2, 4)
 MESHES: dict[str, tuple[int, dict[str, Any], tuple[tuple[int, int], ...]]] = {
     "1 rank": (1, {}, tuple((blocks, passes) for blocks in BLOCKS for passes in PASSES)),
     "2 ranks": (2, {}, ((1, 2), (2, 4), (3, 1))),
-    "4 ranks": (4, {}, ((1, 4), (2, 1), (3, 2))),
-    "ep2-fsdp2": (4, {"parallel__ep": 2}, ((1, 1), (2, 2), (3, 4))),
+    "4 ranks": (4, {}, ((1, 4), (3, 2))),
+    "ep2-fsdp2": (4, {"parallel__ep": 2}, ((1, 2), (2, 4))),
 }
 
 

@@ -11,10 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp  # defines operators of traces
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amalthea.core.libc import keep_freed_memory
+from amalthea.kernels.attention import Documents
+from amalthea.model.config import ModelConfig, MoEConfig
+from amalthea.model.init import initialize
+from amalthea.model.transformer import Transformer
 from amalthea.plan.events import Exchange
 from amalthea.plan.trace.calls import Call, CallBook, materialize
 from amalthea.plan.trace.costs import multiplies, operation
@@ -23,6 +26,16 @@ Work = Callable[[], object]
 _LEAST_TRIES, _MOST_TRIES = 3, 200
 _CACHE_BYTES = 8 << 20
 """More than the caches of one core hold, and less than those that cores share."""
+_TINY = ModelConfig(
+    vocab_size=64,
+    hidden_size=16,
+    num_layers=4,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_seq_len=16,
+    moe=MoEConfig(num_experts=4, top_k=2, expert_hidden_size=8),
+)
 _WORK_SIDE, _LATE_TRIES = 384, 60
 
 
@@ -99,12 +112,16 @@ class _Worker:
         return found
 
     def overhead(self, _: object, budget_s: float) -> list[float]:
-        """A model that is nothing but overhead: small layers, whose operations alone take next to nothing."""
-        model = nn.Sequential(*(layer for _ in range(20) for layer in (nn.Linear(16, 16), nn.SiLU()))).to(self.device)
-        x = torch.randn(16, 16, device=self.device, requires_grad=True)
+        """A model that is nothing but overhead: the real one, so small that its operations take next to nothing."""
+        with torch.device("meta"):
+            model = Transformer(_TINY)
+        model.to_empty(device=self.device)
+        initialize(model, seed=0)
+        tokens = torch.zeros(1, _TINY.max_seq_len, dtype=torch.int64, device=self.device)
+        documents = Documents.whole(*tokens.shape, device=self.device)
 
         def step() -> None:
-            model(x).sum().backward()
+            model(tokens, documents, tokens).result.backward()
 
         with _Calls() as seen:
             step()
