@@ -79,6 +79,9 @@ def _spread(tokens: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tens
 
 
 def _gather_sum(rows: torch.Tensor, place: torch.Tensor, top_k: int) -> torch.Tensor:
-    if on_host(rows) and rows.dtype == torch.float32:
-        return F.embedding_bag(place.view(-1, top_k), rows.contiguous(), mode="sum")
-    return rows.index_select(0, place).view(-1, top_k, rows.shape[1]).sum(dim=1)
+    """Reads each row once and sums in fp32; a CPU's bag of bf16 is slow, so there the rows are copied first."""
+    if top_k == 1:
+        return rows.index_select(0, place)
+    if on_host(rows) and rows.dtype != torch.float32:
+        return rows.index_select(0, place).view(-1, top_k, rows.shape[1]).sum(dim=1)
+    return F.embedding_bag(place.view(-1, top_k), rows.contiguous(), mode="sum")
