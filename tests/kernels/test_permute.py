@@ -10,6 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from amalthea.kernels.device import as_on_gpu
 from amalthea.kernels.permute import sort_by_expert, sum_to_tokens, to_rows
 
 HIDDEN = 5
@@ -106,3 +107,16 @@ def test_no_tokens_at_all(dtype: torch.dtype) -> None:
     assert rows.shape == out.shape == (0, HIDDEN)
     (grad,) = torch.autograd.grad(out.sum(), x)
     assert grad.shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gpu_sums_rows_as_the_processor_does(dtype: torch.dtype, top_k: int) -> None:
+    order, place, _ = sort_by_expert(draw_experts(7, top_k, 4, 0), 4)
+    rows = draw(7 * top_k, HIDDEN, dtype=dtype)
+    with as_on_gpu():
+        found = sum_to_tokens(rows, order=order, place=place, top_k=top_k)
+    expected = index_add(rows, order, 7, top_k)
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found, sum_to_tokens(rows, order=order, place=place, top_k=top_k))

@@ -13,6 +13,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+
+from amalthea.kernels.device import on_host
 
 
 class Fan(NamedTuple):
@@ -70,9 +73,12 @@ class _FanIn(torch.autograd.Function):
 
 
 def _sum(rows: torch.Tensor, fan: Fan) -> torch.Tensor:
-    """One choice after the other, so that no [T, K, D] is made."""
+    """Reads each row once and sums in fp32; a CPU's bag of bf16 is slow, so there one choice follows the other."""
     padded = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
-    total = padded.index_select(0, fan.place[:, 0])
-    for column in fan.place.unbind(1)[1:]:
+    first, *others = fan.place.unbind(1)
+    if others and (rows.dtype == torch.float32 or not on_host(rows)):
+        return F.embedding_bag(fan.place, padded, mode="sum", padding_idx=len(rows))
+    total = padded.index_select(0, first)
+    for column in others:
         total += padded.index_select(0, column)
     return total

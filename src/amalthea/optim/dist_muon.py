@@ -76,8 +76,11 @@ class DistMuon(torch.optim.Optimizer):
         self._views = [slab.view(self.params[slab.parameter].data) for slab in self.slabs]
         self._local_batches = self._batch_local()
         self._scales = [self._scale(slab) for slab in self.slabs]
-        dtype = DTYPES[config.momentum_dtype]
-        self.momenta = {i: torch.zeros_like(self._views[i], dtype=dtype) for i in self.mine}
+        self.momenta = self._new_momenta(DTYPES[config.momentum_dtype])
+
+    def _new_momenta(self, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        """By slab of `mine`."""
+        return {i: torch.zeros_like(self._views[i], dtype=dtype) for i in self.mine}
 
     def grad_views(self, positions: Sequence[int]) -> list[torch.Tensor]:
         """Gradients of slabs [E, R, C], sharing memory with `.grad`."""

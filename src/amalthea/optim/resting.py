@@ -42,21 +42,21 @@ class Rest(Protocol):
 
 
 class RestingMuon(DistMuon):
-    """`DistMuon` whose momenta come for the batch that moves them.
-
-    Memory on the device: the momenta of two batches (all at once while it is made).
-    """
+    """`DistMuon` whose momenta come for the batch that moves them. Memory on the device: the momenta of two batches."""
 
     def __init__(self, *args: Any, rest: Rest, **options: Any) -> None:
-        super().__init__(*args, **options)
         self.rest = rest
         self._resting: dict[tuple[int, ...], Resting] = {}
+        super().__init__(*args, **options)
+
+    def _new_momenta(self, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
         for batch in filter(None, [*self._local_batches, self.exchange.send_order]):
-            momenta = [self.momenta[position] for position in batch]
-            resting = rest.zeros([momentum.shape for momentum in momenta], momenta[0].dtype)
+            resting = self.rest.zeros([self._views[position].shape for position in batch], dtype)
             self._resting[tuple(batch)] = resting
-            self.momenta.update(zip(batch, resting.tensors, strict=True))
-        assert sorted(i for batch in self._resting for i in batch) == sorted(self.mine)
+            found.update(zip(batch, resting.tensors, strict=True))
+        assert sorted(found) == sorted(self.mine)
+        return found
 
     def _directions(self, positions: Sequence[int], *, name: str) -> torch.Tensor:
         resting = self._resting[tuple(positions)]
