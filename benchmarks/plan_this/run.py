@@ -52,7 +52,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "model.hidden_size=512",
         "model.moe.expert_hidden_size=384",
     ),
-    "long": ("data.seq_len=2048", "train.global_batch_tokens=8192", "memory.recompute=block"),
+    "long": ("data.seq_len=1024", "train.global_batch_tokens=8192", "memory.recompute=block"),
 }
 LAYOUTS: dict[int, tuple[str, ...]] = {1: (), 2: (), 4: ("parallel.ep=2",)}
 

@@ -6,23 +6,28 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp  # defines operators of traces
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amalthea.core.libc import keep_freed_memory
+from amalthea.core.world import World
 from amalthea.kernels.attention import Documents
 from amalthea.model.config import ModelConfig, MoEConfig
 from amalthea.model.init import initialize
 from amalthea.model.transformer import Transformer
+from amalthea.parallel.fsdp import apply_fsdp
+from amalthea.parallel.mesh import build_mesh
 from amalthea.plan.events import Exchange
 from amalthea.plan.trace.calls import Call, CallBook, materialize
 from amalthea.plan.trace.costs import multiplies, operation
 
 Work = Callable[[], object]
+Device = Literal["cpu", "cuda"]
 _LEAST_TRIES, _MOST_TRIES = 3, 200
 _CACHE_BYTES = 8 << 20
 """More than the caches of one core hold, and less than those that cores share."""
@@ -36,7 +41,7 @@ _TINY = ModelConfig(
     max_seq_len=16,
     moe=MoEConfig(num_experts=4, top_k=2, expert_hidden_size=8),
 )
-_WORK_SIDE, _LATE_TRIES = 384, 60
+_WORK_SIDE, _LATE_TRIES, _MODEL_TRIES = 384, 60, 20
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Host:
     rank: int
     size: int
     store: str
-    device: str
+    device: Device
     threads: int
 
 
@@ -113,22 +118,50 @@ class _Worker:
 
     def overhead(self, _: object, budget_s: float) -> list[float]:
         """A model that is nothing but overhead: the real one, so small that its operations take next to nothing."""
-        with torch.device("meta"):
-            model = Transformer(_TINY)
-        model.to_empty(device=self.device)
-        initialize(model, seed=0)
-        tokens = torch.zeros(1, _TINY.max_seq_len, dtype=torch.int64, device=self.device)
-        documents = Documents.whole(*tokens.shape, device=self.device)
-
-        def step() -> None:
-            model(tokens, documents, tokens).result.backward()
-
+        step = _steps(self._tiny(), self.device)
         with _Calls() as seen:
             step()
         whole = self._seconds(step, 10 * budget_s)
         ready = [materialize(call, device=self.device) for call in seen.book.calls]
         each = [self._seconds(one.run, budget_s / 20) for one in ready]
         return [max(0.0, whole - sum(each[number] for number in seen.numbers)) / len(seen.numbers)]
+
+    def gathering(self, _: object, budget_s: float) -> list[float]:
+        """What FSDP2 costs for each of its collectives, beside them: the small model sharded, less the model alone."""
+        host = self.host
+        if not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if host.device == "cuda" else "gloo"
+            store = dist.PrefixStore("default", self.store)
+            dist.init_process_group(backend, store=store, rank=host.rank, world_size=host.size)
+        world = World(rank=host.rank, size=host.size, local_rank=host.rank, local_size=host.size, device=host.device)
+        model = self._tiny()
+        mesh = build_mesh(world, dp_replicate=1, dp_shard=host.size, ep=1)
+        apply_fsdp(
+            model,
+            mesh,
+            param_dtype=torch.float32,
+            reduce_dtype=torch.float32,
+            reshard_after_forward=True,
+            reduce_over_replicas=False,
+        )
+        alone, sharded = _steps(self._tiny(), self.device), _steps(model, self.device)
+        with _Calls() as seen:
+            sharded()
+        alone()
+        self._meet()
+        extra = self._mean(sharded, tries=_MODEL_TRIES)
+        self._meet()
+        extra -= self._mean(alone, tries=_MODEL_TRIES)
+        self._meet()
+        small = Exchange("all_gather", tuple(range(host.size)), 1024, 1024 * host.size)
+        return [max(0.0, extra / seen.num_gathers - self._mean(self._exchange(small), tries=_LATE_TRIES))]
+
+    def _tiny(self) -> Transformer:
+        with torch.device("meta"):
+            model = Transformer(_TINY)
+        model.to_empty(device=self.device)
+        initialize(model, seed=0)
+        return model
 
     def lateness(self, _: object, budget_s: float) -> list[float]:
         """That a collective costs because ranks do not come to it at once, after the same work."""
@@ -238,14 +271,25 @@ def _mine(ranks: tuple[int, ...], host: Host) -> tuple[int, ...]:
     return ranks
 
 
+def _steps(model: Transformer, device: torch.device) -> Work:
+    """Forward and backward of a few tokens."""
+    tokens = torch.zeros(1, _TINY.max_seq_len, dtype=torch.int64, device=device)
+    documents = Documents.whole(*tokens.shape, device=device)
+    return lambda: model(tokens, documents, tokens).result.backward()
+
+
 class _Calls(TorchDispatchMode):
-    """Keeps what is called."""
+    """Keeps what is called, and counts gathers and reduce-scatters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.book, self.numbers = CallBook(), list[int]()
+        self.book, self.numbers, self.num_gathers = CallBook(), list[int](), 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operation(func).is_kernel:
+        if DTensor in types:
+            return NotImplemented
+        if func.namespace == "c10d":
+            self.num_gathers += func.name().partition("::")[2] in ("_allgather_base_", "_reduce_scatter_base_")
+        elif operation(func).is_kernel:
             self.numbers.append(self.book.number(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -148,8 +148,14 @@ class Clocked:
     """For each operation, where the processor that issues it also carries it out; else 0."""
     lateness_s: float = 0.0
     """For each collective, because ranks do not come to it at once after the same work."""
+    gathering_s: float = 0.0
+    """For each gather or reduce-scatter of parameters instead: what FSDP2 does around it, lateness included."""
     in_line: bool = False
     """Whoever sends takes the time from computing, since every core of the host computes."""
+
+    def transfer_s(self, event: Collective) -> float:
+        around = self.gathering_s if event.kind in ("all_gather", "reduce_scatter") else self.lateness_s
+        return self.exchange_s[exchange_of(event)] + max(around, self.lateness_s)
 
     def lines(self) -> tuple[str, ...]:
         """In words."""
@@ -158,6 +164,7 @@ class Clocked:
             f"{len(self.call_s):,} different operations, {len(self.exchange_s):,} collectives: timed on this machine",
             f"{self.overhead_s * 1e6:.1f} µs of Python and autograd for each operation (measured)",
             f"{self.lateness_s * 1e6:,.0f} µs for each collective, to which ranks come late (measured)",
+            f"{self.gathering_s * 1e6:,.0f} µs of FSDP2 for each of its collectives (measured)",
             f"{order}: {'every core' if self.in_line else 'not every core'} of the host computes",
         )
 
@@ -214,7 +221,7 @@ class Simulator:
             return price_copy(event, speeds)
         assert isinstance(event, Collective)
         if self.clocked is not None:
-            return Transfer(self.clocked.exchange_s[exchange_of(event)] + self.clocked.lateness_s, {})
+            return Transfer(self.clocked.transfer_s(event), {})
         where = self._reach.get(event.ranks)
         if where is None:
             where = self._reach[event.ranks] = reach(event.ranks, rank=self.trace.rank, cluster=self.cluster)
