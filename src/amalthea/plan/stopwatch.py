@@ -40,7 +40,8 @@ class Stopwatch:
     def __init__(self, num_processes: int, *, device: Device = "cpu", budget_s: float = 0.04) -> None:
         if num_processes < 1:
             raise ConfigError(f"{num_processes} processes cannot be measured; give 1 or more")
-        self.num_processes, self.device, self.budget_s = num_processes, device, budget_s
+        self.num_processes, self.budget_s = num_processes, budget_s
+        self.device: Device = device
         cores = len(os.sched_getaffinity(0))
         self.threads = max(1, cores // num_processes)
         self.is_crowded = device == "cpu" and num_processes >= cores
