@@ -45,6 +45,7 @@ from amalthea.train.step import train_step
 
 WARM_UP_STEPS = 2
 SHAPES: dict[str, tuple[str, ...]] = {
+    "tiny": ("model.num_layers=1", "data.seq_len=64", "train.global_batch_tokens=512"),
     "quickstart": (),
     "deep": ("model.num_layers=12", "model.hidden_size=128", "data.seq_len=256", "train.global_batch_tokens=2048"),
     "wide": (
@@ -108,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--shapes", default="quickstart,deep,wide,long", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--rounds", type=int, default=3)

@@ -38,7 +38,7 @@ def test_memory_once_touched_is_used_again() -> None:
 
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from amalthea.launch import allocator
+    from amalthea.core import libc
 
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    assert not allocator.keep_freed_memory()
+    assert not libc.keep_freed_memory()
