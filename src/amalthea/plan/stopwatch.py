@@ -46,6 +46,8 @@ class Stopwatch:
         self.threads = max(1, cores // num_processes)
         self.is_crowded = device == "cpu" and num_processes >= cores
         """Every core computes, so whatever is sent takes time from that."""
+        self.shares_cores = device == "cpu" and num_processes > cores
+        """While one process waits, another computes on its core."""
         self._kernels: dict[Call, float] = {}
         self._exchanges: dict[Exchange, float] = {}
         self._pipes: list[Connection] = []
@@ -101,7 +103,8 @@ class Stopwatch:
             exchange_s=dict(zip(sent, self.exchanges(sent), strict=True)),
             overhead_s=self.overhead_s if self.device == "cpu" else 0.0,
             lateness_s=self.lateness_s,
-            gathering_s=self.gathering_s if self.device == "cpu" else 0.0,
+            # In the small model that shows it all wait at once; in a step somebody computes meanwhile.
+            gathering_s=0.0 if self.device == "cuda" or self.shares_cores else self.gathering_s,
             in_line=self.is_crowded,
         )
 
