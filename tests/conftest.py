@@ -6,13 +6,6 @@ import sys
 
 import pytest
 
-LONG = ("test_muon_meshes", "test_processes", "test_meshes", "test_resume", "test_offload_stress", "test_trace")
-"""Files of a minute each: begun first, so that no worker is left alone with one of them."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
-
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """One thread everywhere, so that a sum in this process equals the same sum in a rank."""

@@ -64,15 +64,15 @@ def test_torchrun_with_a_signal_to_one_rank_saves_the_same_step_everywhere(
     config, run_dir = run_config(places.corpus), tmp_path / "run"
     hit = write_recipe(tmp_path, config).replace(":plain", ":hit")
 
-    told = amalthea("train", hit, "--run-dir", run_dir, cache=places.cache, ranks=4, blow="SIGTERM 4 2")
+    told = amalthea("train", hit, "--run-dir", run_dir, cache=places.cache, ranks=2, blow="SIGTERM 4 1")
     assert "exitcode  : 75" in told.stderr, "torchrun tells the ranks' exit code and has one of its own"
     assert "error:" not in told.stdout + told.stderr
     assert checkpoint_steps(run_dir) == [3, 5]
     assert [(event["step"], event["reason"]) for event in events(run_dir, "stopped")] == [(5, "requeue")]
 
-    assert run_ranks(4, run_inside, config, run_dir, places.cache) == [0] * 4
-    assert curve(run_dir) == curve(whole_run(4))
-    assert other_bits(final_state(run_dir), final_state(whole_run(4))) == []
+    assert run_ranks(2, run_inside, config, run_dir, places.cache) == [0] * 2
+    assert curve(run_dir) == curve(whole_run(2))
+    assert other_bits(final_state(run_dir), final_state(whole_run(2))) == []
 
 
 @pytest.mark.case(8)

@@ -8,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 from support.timelines import ROUND, exact
-from support.tiny import tiny_config
 
 from amalthea.core.errors import ConfigError
 from amalthea.plan.events import COMPUTE, Collective, Exchange, Kernel, Trace
 from amalthea.plan.machine import open_machine
-from amalthea.plan.setting import Code, Setting
 from amalthea.plan.stopwatch import Stopwatch
 from amalthea.plan.timeline import Clocked, Simulator
 from amalthea.plan.trace.calls import Call, CallBook
-from amalthea.train.build import build
-from amalthea.train.step import train_step
 
 
 @pytest.fixture(scope="module")
@@ -70,20 +66,6 @@ def test_a_simulation_adds_what_was_clocked() -> None:
     trace = Trace(0, 2, 1, (), events, calls=("first", "second"))
     clocked = Clocked((2.0, 4.0), {Exchange("all_reduce", (0, 1), 8, 8): 16.0}, overhead_s=0.5)
     assert Simulator(trace, ROUND, clocked=clocked).step_s(exact()) == pytest.approx(2 + 1 + 16 + 4 + 3 * 0.5)
-
-
-def test_a_step_on_this_machine_is_planned_from_its_operations() -> None:
-    config = tiny_config(parallel__ep=2)
-    with open_machine("this", num_gpus=2, device="cpu") as machine:
-        assert machine.cluster.num_gpus == 2
-        setting = Setting(
-            cluster=machine.cluster, num_gpus=2, assumptions=machine.assumptions, stopwatch=machine.stopwatch
-        )
-        trace = setting.trace(config, Code(build, train_step))
-        timeline = setting.simulator(trace).timeline(setting.assumptions)
-    assert len(trace.calls) > 50
-    # A tiny step is some thousand operations of some microseconds each.
-    assert 1e-3 < timeline.step_s < 10
 
 
 def test_more_processes_than_can_be_measured_are_refused() -> None:

