@@ -35,7 +35,6 @@ from amalthea.core.libc import keep_freed_memory
 from amalthea.core.world import World
 from amalthea.data.batch import Batch
 from amalthea.memory.tracker import StorageTracker
-from amalthea.plan.events import Allocate, Free, Trace
 from amalthea.plan.machine import open_machine
 from amalthea.plan.setting import Code, Setting
 from amalthea.plan.trace import Workload
@@ -158,21 +157,7 @@ def plan(config: RunConfig, ranks: int, *, expert_load: list[int]) -> Plan:
         )
         trace = setting.trace(config, Code(build, train_step))
         timeline = setting.simulator(trace).timeline(setting.assumptions)
-    return Plan(timeline.step_s, peak_tensor_bytes(trace), time.perf_counter() - began)
-
-
-def peak_tensor_bytes(trace: Trace) -> int:
-    """Of live tensors, before an allocator rounds them."""
-    sizes = {block.block: block.num_bytes for block in trace.resident}
-    live = peak = sum(sizes.values())
-    for event in trace.events:
-        if isinstance(event, Allocate):
-            sizes[event.block] = event.num_bytes
-            live += event.num_bytes
-            peak = max(peak, live)
-        elif isinstance(event, Free):
-            live -= sizes.pop(event.block)
-    return peak
+    return Plan(timeline.step_s, trace.peak_bytes(), time.perf_counter() - began)
 
 
 def run_ranks(config: RunConfig, ranks: int, steps: int) -> list[Measured]:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "memory" / "run.py"
+from support.programs import run_benchmark
 
 
 def test_a_tiny_size(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    options = ["--size", "tiny", "--steps", "1", "--json", str(figures)]
-    done = subprocess.run([sys.executable, str(PROGRAM), *options], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    rows = {row["lever"]: row for row in json.loads(figures.read_text(encoding="utf-8"))["rows"]}
-    assert len(done.stdout.splitlines()) == 2 + len(rows)
+    options = ("--size", "tiny", "--steps", "1")
+    result, out, _ = run_benchmark("memory", *options, figures=tmp_path / "figures.json", timeout_s=120)
+    rows = {row["lever"]: row for row in result["rows"]}
+    assert len(out.splitlines()) == 2 + len(rows)
     for row in rows.values():
         assert abs(row["estimated_bytes"] / row["kept_bytes"] - 1) < 0.02, row
         assert row["step_s"] > 0

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "train_step" / "run.py"
+from support.programs import run_benchmark
 
 
 def test_a_tiny_size(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    options = ["--sizes", "tiny", "--documents", "packed", "--rounds", "1", "--threads", "1", "--json", str(figures)]
-    done = subprocess.run([sys.executable, str(PROGRAM), *options], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(figures.read_text(encoding="utf-8"))
+    options = ("--sizes", "tiny", "--documents", "packed", "--rounds", "1", "--threads", "1")
+    result, out, err = run_benchmark("train_step", *options, figures=tmp_path / "figures.json", timeout_s=120)
     (row,) = result["rows"]
     assert row["size"] == "tiny"
     assert row["documents"] == "packed"
@@ -31,5 +25,5 @@ def test_a_tiny_size(tmp_path: Path) -> None:
     assert len(tried) == 6
     assert (row["peer"]["experts"], row["peer"]["attention"]) in tried
     assert result["machine"]["threads"] == 1
-    assert "| tiny | packed |" in done.stdout
-    assert "round 1 of 1" in done.stderr
+    assert "| tiny | packed |" in out
+    assert "round 1 of 1" in err

@@ -137,25 +137,7 @@ def real_step(world: World, config: RunConfig) -> tuple[Sent, int, int]:
             if step == 1:
                 sent = Counter(counted.sent)
     trace = Trace(world.rank, world.size, 0, *recorder.stop())
-    return sent, before, min(peak_bytes(trace, during=f"step {step}") for step in (1, 2, 3))
-
-
-def peak_bytes(trace: Trace, *, during: str | None = None) -> int:
-    """Of the whole trace, or of one phase."""
-    sizes = {block.block: block.num_bytes for block in trace.resident}
-    alive = sum(sizes.values())
-    peaks, phase = {None: alive}, None
-    for event in trace.events:
-        if isinstance(event, Phase):
-            phase = event.name
-        elif isinstance(event, Allocate):
-            sizes[event.block] = event.num_bytes
-            alive += event.num_bytes
-        elif isinstance(event, Free):
-            alive -= sizes.pop(event.block)
-        for name in (phase, None):
-            peaks[name] = max(peaks.get(name, 0), alive)
-    return peaks[during]
+    return sent, before, min(trace.peak_bytes(during=f"step {step}") for step in (1, 2, 3))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -167,7 +149,7 @@ def test_a_real_step_sends_and_holds_the_same(mesh: str) -> None:
     trace = traced(config, num_ranks - 1, num_ranks, gpu=False, workload=Workload(document_tokens=SEQ_LEN // 2))
     assert sent_in_trace(trace) == sent
     assert sum(block.num_bytes for block in trace.resident) == pytest.approx(before, rel=0.01)
-    assert peak_bytes(trace) == pytest.approx(peak, rel=0.01)
+    assert trace.peak_bytes() == pytest.approx(peak, rel=0.01)
 
 
 # As on a GPU, without real steps beside it.
@@ -381,7 +363,7 @@ def test_a_model_of_terabytes_is_traced_in_nothing() -> None:
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     trace = traced(config, 1535, 1536, workload=Workload(document_tokens=8192))
     grown_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib) * 1024
-    assert peak_bytes(trace) > 50 * 2**30
+    assert trace.peak_bytes() > 50 * 2**30
     assert grown_bytes < 2**29
     assert trace.tokens == 65_536
 

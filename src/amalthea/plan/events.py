@@ -156,3 +156,21 @@ class Trace:
     events: tuple[Event, ...]
     calls: tuple[Any, ...] = ()
     """Different calls of operations (`plan/trace/calls.Call`), where they were asked for."""
+
+    def peak_bytes(self, *, during: str | None = None) -> int:
+        """Most bytes of live tensors, before an allocator rounds them: of the whole step, or of a phase by its name."""
+        sizes = {block.block: block.num_bytes for block in self.resident}
+        live = sum(sizes.values())
+        phase: str | None = None
+        peaks: dict[str | None, int] = {phase: live}
+        for event in self.events:
+            if isinstance(event, Phase):
+                phase = event.name
+            elif isinstance(event, Allocate):
+                sizes[event.block] = event.num_bytes
+                live += event.num_bytes
+            elif isinstance(event, Free):
+                live -= sizes.pop(event.block)
+            for name in (phase, None):
+                peaks[name] = max(peaks.get(name, 0), live)
+        return peaks[during]

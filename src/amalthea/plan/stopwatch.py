@@ -2,7 +2,8 @@
 
 A step of thousands of operations has some hundred different ones. Each is called again, on memory of its own, in every
 process at the same time, so that what ranks take from each other (cores, memory bandwidth) is in the figures. What no
-single operation shows is left out: caches that the operation before has filled, and ranks that come late.
+single operation shows is measured apart: Python between operations, ranks that come late, and FSDP2 around its
+collectives. Left out are caches that the operation before has filled.
 """
 
 from __future__ import annotations

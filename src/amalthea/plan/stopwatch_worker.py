@@ -186,29 +186,29 @@ class _Worker:
         return [max(0.0, together - computing - self._mean(meet, tries=_LATE_TRIES))]
 
     def _exchange(self, exchange: Exchange) -> Work:
-        group = self._group(_mine(exchange.ranks, self.host))
-        sent, received = (
-            torch.zeros(size, dtype=torch.uint8, device=self.device) for size in (exchange.bytes_out, exchange.bytes_in)
-        )
-        floats = [torch.zeros(-(-size // 4), device=self.device) for size in (exchange.bytes_out, exchange.bytes_in)]
-        count = len(exchange.ranks)
-        started: dict[str, Callable[[], Any]] = {
-            "all_gather": lambda: group._allgather_base(received, sent),
-            "reduce_scatter": lambda: group._reduce_scatter_base(floats[1], floats[0]),
-            "all_reduce": lambda: group.allreduce([floats[0]]),
-            "all_to_all": lambda: group.alltoall_base(even_in, even_out, [], []),
-            "broadcast": lambda: group.broadcast([sent]),
-            "reduce": lambda: group.reduce([floats[0]]),
-        }
-        # Uneven exchanges are measured as even ones of the larger side.
-        rows = -(-max(exchange.bytes_out, exchange.bytes_in) // count) * count
-        even_in, even_out = (torch.zeros(rows, dtype=torch.uint8, device=self.device) for _ in range(2))
-        if exchange.kind == "all_gather":
-            received = torch.zeros(exchange.bytes_out * count, dtype=torch.uint8, device=self.device)
-        if exchange.kind == "reduce_scatter":
-            floats[0] = torch.zeros(floats[1].numel() * count, device=self.device)
-        start = started[exchange.kind]
+        start = self._starter(exchange, self._group(_mine(exchange.ranks, self.host)))
         return lambda: start().wait()
+
+    def _starter(self, exchange: Exchange, group: Any) -> Callable[[], Any]:
+        count = len(exchange.ranks)
+        if exchange.kind == "all_gather":
+            shard = self._floats(exchange.bytes_out)
+            whole = shard.repeat(count)
+            return lambda: group._allgather_base(whole, shard)
+        if exchange.kind == "reduce_scatter":
+            shard = self._floats(exchange.bytes_in)
+            whole = shard.repeat(count)
+            return lambda: group._reduce_scatter_base(shard, whole)
+        if exchange.kind == "all_to_all":
+            # An uneven one is measured as an even one of its larger side.
+            sent = self._floats(-(-max(exchange.bytes_out, exchange.bytes_in) // count)).repeat(count)
+            received = torch.empty_like(sent)
+            return lambda: group.alltoall_base(received, sent, [], [])
+        tensor, start = self._floats(exchange.bytes_out), getattr(group, exchange.kind.replace("_", ""))
+        return lambda: start([tensor])
+
+    def _floats(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(-(-num_bytes // 4), device=self.device)
 
     def _group(self, ranks: tuple[int, ...]) -> Any:
         if ranks not in self.groups:

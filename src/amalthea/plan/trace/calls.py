@@ -191,7 +191,7 @@ def _whole_numbers(call: Call, place: int, count: int) -> torch.Tensor:
         return numbers * args[1].shape[0] // count
     if call.name == "repeat_interleave":
         total = int(dict(call.kwargs)["output_size"])
-        return torch.diff((torch.arange(count + 1)) * total // count)
+        return torch.diff(torch.arange(count + 1) * total // count)
     # Scattered over the whole range, as ids of tokens and rows are.
     return numbers * 7919 % max(1, _index_bound(call))
 
