@@ -298,6 +298,22 @@ def test_gathers_lie_where_fsdp_puts_them() -> None:
         assert streams(trace, "reduce_scatter") == {("reduce_scatter", "reduce_scatter")}
 
 
+def test_no_tensor_is_larger_than_this_rank_holds() -> None:
+    """DTensor learns shapes of summed expert gradients from imagined whole ones, which are neither memory nor work."""
+    config = tiny_config(
+        precision="bf16",
+        model__moe__expert_hidden_size=512,
+        parallel__ep=4,
+        memory__sequences_per_gather=2,
+        train__microbatch_sequences=1,
+    )
+    trace = traced(config, 0, 4)
+    of_rank = 2 * 8 * 512 * 32 // 4
+    assert max(event.num_bytes for event in trace.events if isinstance(event, Allocate)) <= 3 * 2 * of_rank
+    summed = [e for e in trace.events if isinstance(e, Kernel) and e.name == "add" and e.bytes_moved > 2 * of_rank]
+    assert {event.bytes_moved for event in summed} == {3 * of_rank}
+
+
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_trace_is_consistent(rank: int) -> None:
     """Waits come after their record, blocks are freed once, what is resident stays, phases follow each other."""

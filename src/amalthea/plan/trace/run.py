@@ -76,6 +76,7 @@ def trace_step(
             classified_fsdp(recorder),
             followed_resizes(recorder),
             without_values(recorder),
+            tracer.without_imagined(),
             *([gpu_code(recorder)] if gpu else []),
             _fake_from_first_memory(stack, mode, tracer),
         ):

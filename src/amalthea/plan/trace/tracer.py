@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amalthea.plan.events import Kernel
@@ -40,9 +43,12 @@ class Tracer(TorchDispatchMode):
         super().__init__()
         self.recorder, self.collectives, self.pairs, self.calls = recorder, collectives, pairs, calls
         self._fakes = None if mode is None else FastFakes(mode)
+        self._looks_away = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._looks_away:
+            return func(*args, **kwargs)
         if DTensor in types:
             return NotImplemented  # it comes back as operations on local tensors
         if func.namespace == "prim":
@@ -63,6 +69,21 @@ class Tracer(TorchDispatchMode):
                 kernel = Kernel(op.name, self.recorder.stream, what.flops, what.num_bytes, what.dtype, number)
                 self.recorder.write(kernel)
         return out
+
+    @contextmanager
+    def without_imagined(self) -> Iterator[None]:
+        """Inside, what DTensor runs on imagined whole tensors, to learn a result's shape, is not written down."""
+        propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def unseen(propagator: ShardingPropagator, schema: Any) -> Any:
+            self._looks_away = True
+            try:
+                return propagate(propagator, schema)
+            finally:
+                self._looks_away = False
+
+        with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen):
+            yield
 
     def _run_fake(self, fakes: FastFakes, func: Any, op: Operation, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten._grouped_mm.default:
