@@ -54,6 +54,12 @@ def test_valid_degrees(world_size: int, overrides: list[str], degrees: tuple[int
             ["parallel.dp_replicate=2", "parallel.ep=4"],
             f"parallel.ep is 4, but must divide {BOTH.format(2)}; valid: 1, 2",
         ),
+        (
+            4,
+            ["parallel.dispatch_chunks=2"],
+            "parallel.dispatch_chunks is 2, but with parallel.ep 1 no token travels to its experts; "
+            "set parallel.dispatch_chunks=1 or raise parallel.ep",
+        ),
         (1, ["parallel.ep=2"], f"parallel.ep is 2, but must divide {BOTH.format(1)}; valid: 1"),
         (
             4,

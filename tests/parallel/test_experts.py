@@ -58,7 +58,7 @@ def make_layer(routing: Routing) -> MoE:
     return moe
 
 
-def part_of(whole: MoE, routing: Routing, world: World, nodes: int | None = None) -> MoE:
+def part_of(whole: MoE, routing: Routing, world: World, nodes: int | None = None, num_chunks: int = 1) -> MoE:
     """The layer with this rank's experts and tokens sent by all-to-all, straight or by way of so many nodes."""
     part = make_layer(routing)
     mine = slice(world.rank * E // world.size, (world.rank + 1) * E // world.size)
@@ -66,10 +66,11 @@ def part_of(whole: MoE, routing: Routing, world: World, nodes: int | None = None
     for name, stack in whole.experts.named_parameters():
         setattr(part.experts, name, nn.Parameter(stack.detach()[mine].clone()))
     assert dist.group.WORLD is not None
-    part.dispatcher = AllToAllDispatcher(E, group=dist.group.WORLD)
+    part.dispatcher = AllToAllDispatcher(E, group=dist.group.WORLD, num_chunks=num_chunks)
     if nodes is not None:
         mesh = init_device_mesh("cpu", (nodes, world.size // nodes), mesh_dim_names=("node", "local"))
-        part.dispatcher = HierarchicalDispatcher(E, across=mesh.get_group("node"), inside=mesh.get_group("local"))
+        across, inside = mesh.get_group("node"), mesh.get_group("local")
+        part.dispatcher = HierarchicalDispatcher(E, across=across, inside=inside, num_chunks=num_chunks)
     return part
 
 
@@ -78,10 +79,10 @@ def close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-6 * max(1.0, float(expected.abs().max())), msg=what)
 
 
-def compare(world: World, routing: Routing, nodes: int | None = None) -> int:
+def compare(world: World, routing: Routing, nodes: int | None = None, num_chunks: int = 1) -> int:
     """Compares output, counts and all gradients with the local layer's; returns how many rows came to this rank."""
     whole = make_layer(routing)
-    part = part_of(whole, routing, world, nodes)
+    part = part_of(whole, routing, world, nodes, num_chunks)
     tokens = routing.tokens[world.rank]
     x, upstream = draw(1, tokens, D, seed=100 + world.rank), draw(1, tokens, D, seed=200 + world.rank)
     results = []
@@ -126,6 +127,15 @@ def test_dispatch_by_node_equals_local(name: str, num_ranks: int, nodes: int) ->
     routing = replace(routing, tokens=routing.tokens * (num_ranks // 4))
     received = run_ranks(num_ranks, compare, routing, nodes)
     assert sum(received) == sum(routing.tokens) * routing.top_k
+
+
+@pytest.mark.parametrize("nodes", [None, 2])
+@pytest.mark.parametrize("num_chunks", [2, 5])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_chunks_equal_local(name: str, num_chunks: int, nodes: int | None) -> None:
+    """Also where a rank has fewer tokens than there are chunks."""
+    received = run_ranks(4, compare, ROUTINGS[name], nodes, num_chunks)
+    assert sum(received) == sum(ROUTINGS[name].tokens) * ROUTINGS[name].top_k
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from amalthea.config.check import resolve
 from amalthea.config.run import RunConfig
 from amalthea.core.tensors import local_tensor
 from amalthea.core.world import World
+from amalthea.model.moe import Dispatcher
 from amalthea.train.build import build
 from amalthea.train.step import forward, train_step
 
@@ -50,6 +51,15 @@ def test_three_steps_equal_one_rank(case: str) -> None:
         torch.testing.assert_close(several.parameters[name], weight, rtol=0, atol=1e-5, msg=f"{name} differs")
 
 
+def noting_results(dispatcher: Dispatcher, seen: set[torch.dtype]) -> Dispatcher:
+    def dispatch(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, counts = dispatcher(*args)
+        seen.add(out.dtype)
+        return out, counts
+
+    return dispatch
+
+
 def dtypes(world: World, config: RunConfig) -> dict[str, set[torch.dtype]]:
     """Of what is stored, computed and reduced in a step."""
     run = build(config, resolve(config, world_size=world.size), world)
@@ -57,7 +67,7 @@ def dtypes(world: World, config: RunConfig) -> dict[str, set[torch.dtype]]:
     for block in run.model.blocks:
         block.register_forward_hook(lambda module, args, out: seen["blocks"].add(out.hidden.dtype))
     for moe in run.model.moe_layers():
-        moe.experts.register_forward_hook(lambda module, args, out: seen["experts"].add(out.dtype))
+        moe.dispatcher = noting_results(moe.dispatcher, seen["experts"])
     run.optimizers.zero_grad = lambda: None  # type: ignore[method-assign]  # keeps the gradients to look at
     train_step(run, microbatches(run, 0), lr_factor=1.0, tallies=())
     parameters = list(run.model.parameters())

@@ -66,6 +66,13 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"parallel__ep": 4, "parallel__cp": 2, "parallel__dispatch": "hierarchical", "parallel__ranks_per_node": 2},
     ),
+    "4 ranks, by node, 2 chunks, recompute": (
+        4,
+        {"parallel__ep": 4, "parallel__dispatch": "hierarchical", "parallel__ranks_per_node": 2}
+        | {"parallel__dispatch_chunks": 2}
+        | RECOMPUTE,
+    ),
+    "2 ranks, ep2, 2 chunks, recompute": (2, {"parallel__ep": 2, "parallel__dispatch_chunks": 2} | RECOMPUTE),
     "4 ranks, hsdp repeated": (4, {"parallel__dp_replicate": 2, "optim__replicas": "repeated"}),
     "4 ranks, ep2, async, 2 passes": (
         4,
@@ -209,9 +216,39 @@ def test_flops_are_those_of_the_accounting(document_tokens: int | None, recomput
     assert found["forward", "head"] == 3 * linear.head * trace.tokens, "the loss makes its gradients in forward"
     assert found["forward", "blocks"] == (blocks + attention) * SEQUENCES
     assert found["backward", "blocks"] == (2 * blocks + 5 * attention // 2) * SEQUENCES
-    last_product = linear.shared_experts // 3 * SEQ_LEN
+    last_product = linear.routed_experts // 3 * SEQ_LEN
     again = blocks + attention - last_product if recompute == "block" else 0
     assert found["recompute", "blocks"] == again * SEQUENCES
+
+
+def test_rows_travel_while_products_run() -> None:
+    """With two chunks and shared experts: all but the last results in forward, and the first gradients in backward."""
+    config = bf16_config(
+        parallel__ep=2,
+        parallel__dispatch_chunks=2,
+        memory__recompute="block",
+        model__moe__num_shared_experts=1,
+    )
+    under_way: dict[int, tuple[str, float]] = {}
+    alone: Counter[str] = Counter()
+    together: Counter[str] = Counter()
+    phase, started, flops = Phase(""), False, 0.0
+    for event in traced(config, 0, 2).events:
+        if isinstance(event, Phase):
+            phase = event
+        elif isinstance(event, Kernel):
+            flops += event.flops
+        elif isinstance(event, Collective):
+            started = event.kind == "all_to_all" and event.stream != COMPUTE and event.dtype == "bfloat16"
+        elif isinstance(event, Record) and started:
+            under_way[event.event], started = (phase.name, flops), False
+        elif isinstance(event, Wait) and event.event in under_way:
+            name, before = under_way.pop(event.event)
+            (together if flops > before else alone)[name] += 1
+    layers = config.model.num_layers
+    assert under_way == {}
+    assert together + alone == {"forward": 4 * layers, "recompute": 2 * layers, "backward": 4 * layers}
+    assert alone == {"forward": layers, "backward": layers}
 
 
 def test_orthogonalization_is_in_its_phase_and_shared_between_owners() -> None:

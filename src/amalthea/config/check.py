@@ -169,6 +169,12 @@ def _expert_problems(config: RunConfig, dp_shard: int | None) -> Iterator[str]:
             shards = f"parallel.dp_shard {dp_shard}" + (f" · parallel.cp {cp}" if cp > 1 else "")
             must_divide = f"both {shards} and {must_divide}"
         yield f"parallel.ep is {ep}, but must divide {must_divide}; valid: {_list(fitting)}"
+    chunks = config.parallel.dispatch_chunks
+    if ep == 1 and chunks > 1:
+        yield (
+            f"parallel.dispatch_chunks is {chunks}, but with parallel.ep 1 no token travels to its experts; "
+            "set parallel.dispatch_chunks=1 or raise parallel.ep"
+        )
 
 
 def _context_problems(config: RunConfig) -> Iterator[str]:

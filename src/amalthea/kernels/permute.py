@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from amalthea.kernels.device import on_host
+from amalthea.kernels.saved import Held
 
 
 def sort_by_expert(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -42,9 +43,14 @@ def to_rows(tokens: torch.Tensor, *, order: torch.Tensor, place: torch.Tensor) -
     return _ToRows.apply(tokens, order, place)  # type: ignore[no-any-return]
 
 
-def sum_to_tokens(rows: torch.Tensor, *, order: torch.Tensor, place: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Sums each token's rows in the order of its choices: [N, D] → [T, D]."""
-    return _SumToTokens.apply(rows, order, place, top_k)  # type: ignore[no-any-return]
+def sum_to_tokens(
+    rows: torch.Tensor, *, order: torch.Tensor, place: torch.Tensor, top_k: int, held: Held | None = None
+) -> torch.Tensor:
+    """Sums each token's rows in the order of its choices: [N, D] → [T, D].
+
+    `held` is what holds `order`, by choice; else it is saved here.
+    """
+    return _SumToTokens.apply(rows, order, place, top_k, held)  # type: ignore[no-any-return]
 
 
 class _ToRows(torch.autograd.Function):
@@ -63,15 +69,18 @@ class _ToRows(torch.autograd.Function):
 
 class _SumToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, place: torch.Tensor, top_k: int) -> torch.Tensor:
-        ctx.top_k = top_k
-        ctx.save_for_backward(order)
+    def forward(
+        ctx: Any, rows: torch.Tensor, order: torch.Tensor, place: torch.Tensor, top_k: int, held: Held | None
+    ) -> torch.Tensor:
+        ctx.top_k, ctx.held = top_k, held
+        if held is None:
+            ctx.save_for_backward(order)
         return _gather_sum(rows, place, top_k)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (order,) = ctx.saved_tensors
-        return _spread(grads[0], order, ctx.top_k), None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        (order,) = ctx.saved_tensors if ctx.held is None else ctx.held.tensors()
+        return _spread(grads[0], order, ctx.top_k), None, None, None, None
 
 
 def _spread(tokens: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:

@@ -75,7 +75,10 @@ def block_bytes(model: ModelConfig, *, is_dense: bool) -> int:
 
 
 def output_bytes(model: ModelConfig, name: Kept, *, is_dense: bool) -> int:
-    """Bytes per token that the named operations of one block return."""
+    """Bytes per token that the named operations of one block return and recompute takes from there.
+
+    Not the experts' last product: recompute ends before it, but for blocks that others follow in their group.
+    """
     D, H, G, d, moe = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim, model.moe
     shared = moe.num_shared_experts * moe.expert_hidden_size
     if name == "attention":
@@ -85,7 +88,7 @@ def output_bytes(model: ModelConfig, name: Kept, *, is_dense: bool) -> int:
         router = 0 if is_dense else moe.num_experts
         return ((H + 2 * G) * d + D + router + (2 * inner + D if inner else 0)) * _FP32
     if name == "experts":
-        return 0 if is_dense else moe.top_k * (2 * moe.expert_hidden_size + D) * _FP32
+        return 0 if is_dense else moe.top_k * 2 * moe.expert_hidden_size * _FP32
     return 0  # all_to_all: one process has none
 
 

@@ -23,6 +23,7 @@ from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from amalthea.kernels.saved import results_count
 from amalthea.memory.config import Kept
 from amalthea.model.blocks import BlockGroup
 from amalthea.model.transformer import Transformer
@@ -65,7 +66,8 @@ def _contexts(keep: Collection[Kept]) -> Callable[[], Contexts]:
     operations = frozenset(operation for name in keep for operation in _OPERATIONS[name])
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operation in operations else CheckpointPolicy.PREFER_RECOMPUTE
+        is_kept = operation in operations and results_count()
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     def make() -> Contexts:
         first, second = create_selective_checkpoint_contexts(policy) if operations else (None, None)
@@ -99,7 +101,7 @@ class _KeepReceived(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is _ALL_TO_ALL:
+        if func is _ALL_TO_ALL and results_count():
             # An alias: the tensor itself will carry the graph, which would hold this list, which would hold it.
             self.received.append(args[0].detach())
         return out

@@ -6,12 +6,14 @@ Shape legend: B sequences, S tokens per sequence, D hidden, L layers, E experts,
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from amalthea.kernels.attention import Documents
+from amalthea.kernels.saved import another_follows
 from amalthea.model.attention import Attention, Rope
 from amalthea.model.config import ModelConfig
 from amalthea.model.moe import MoE, SwiGLU
@@ -96,8 +98,9 @@ class BlockGroup(nn.Module):
     def run(self, hidden: torch.Tensor, documents: Documents, rope: Rope) -> BlockOutput:
         """All blocks on one pass's sequences."""
         figures = []
-        for block in self.blocks:
-            hidden, block_figures = block(hidden, documents, rope)
+        for number, block in enumerate(self.blocks, start=1):
+            with another_follows() if number < len(self.blocks) else nullcontext():
+                hidden, block_figures = block(hidden, documents, rope)
             figures.append(block_figures)
         return BlockOutput(hidden, join_layers(figures))
 

@@ -10,7 +10,7 @@ F expert hidden, N = T·K rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 from amalthea.core.tensors import local_tensor
 from amalthea.kernels.grouped import grouped_linear
 from amalthea.kernels.permute import sort_by_expert, sum_to_tokens, to_rows
+from amalthea.kernels.saved import Held, hold
 from amalthea.kernels.swiglu import swiglu, weighted_swiglu
 from amalthea.model.config import MoEConfig
 
@@ -86,22 +87,58 @@ class Experts(nn.Module):
         self.w_up = nn.Parameter(torch.empty(shape))
         self.w_down = nn.Parameter(torch.empty(shape[0], shape[2], shape[1]))
 
-    def forward(self, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Shapes: rows [N, D] sorted by expert, weights fp32 [N], ends int32 [local experts]. Returns [N, D].
+    def inner(
+        self, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, *, also: Sequence[torch.Tensor] = ()
+    ) -> Inner:
+        """All but the last product: rows [N, D] sorted by expert, weights fp32 [N], ends int32 [local experts].
 
-        The routing weight is applied to the hidden activation: the same product, on F instead of D columns.
+        The routing weight is applied to the hidden activation: the same product, on F instead of D columns. Holds what
+        `down` needs, and `also`, so that recompute can end here.
         """
         gate = grouped_linear(rows, local_tensor(self.w_gate), ends=ends)
         up = grouped_linear(rows, local_tensor(self.w_up), ends=ends)
         hidden = weighted_swiglu(gate, up, weights.to(gate.dtype))
-        return grouped_linear(hidden, local_tensor(self.w_down), ends=ends)
+        (hidden, weight), held = hold((hidden, local_tensor(self.w_down)), (ends, *also))
+        return Inner(hidden, weight, ends, held)
+
+    def forward(self, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Shapes as in `inner`; returns [N, D]."""
+        return self.inner(rows, weights, ends).down()
+
+
+class Inner(NamedTuple):
+    """Experts before their last product: hidden [N, F], its weight [local experts, D, F], ends, and what holds them."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    ends: torch.Tensor
+    held: Held | None
+
+    def down(self) -> torch.Tensor:
+        """The last product, [N, D]."""
+        held = None if self.held is None else self.held[:3]
+        return grouped_linear(self.hidden, self.weight, ends=self.ends, held=held)
+
+    def also(self, start: int, stop: int) -> Held | None:
+        """What holds a part of what `also` named."""
+        return None if self.held is None else self.held[3 + start : 3 + stop]
+
+
+SharedExperts = Callable[[torch.Tensor], torch.Tensor]
+"""[T, D] → [T, D]."""
 
 
 class Dispatcher(Protocol):
     """Takes tokens to their experts and brings the weighted sum back."""
 
-    def __call__(self, x: torch.Tensor, routing: Routing, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, D] → ([T, D], int64 counts [E] of this rank's choices)."""
+    def __call__(
+        self, x: torch.Tensor, routing: Routing, experts: Experts, shared: SharedExperts | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, D] → ([T, D], int64 counts [E] of this rank's choices).
+
+        What `shared` makes of x is added. It runs before the experts, so that recompute, which ends with the last
+        thing that backward needs, ends before the experts' last product and whatever follows it.
+        """
         ...
 
 
@@ -111,13 +148,17 @@ class LocalDispatcher:
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
 
-    def __call__(self, x: torch.Tensor, routing: Routing, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, x: torch.Tensor, routing: Routing, experts: Experts, shared: SharedExperts | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        beside = None if shared is None else shared(x)
         order, place, counts = sort_by_expert(routing.experts, self.num_experts)
         rows = to_rows(x, order=order, place=place)
         weights = to_rows(routing.weights.reshape(-1, 1), order=order, place=place)[:, 0]
-        rows = experts(rows, weights, counts.cumsum(0).to(torch.int32))
+        inner = experts.inner(rows, weights, counts.cumsum(0).to(torch.int32), also=(order,))
         top_k = routing.experts.shape[1]
-        return sum_to_tokens(rows, order=order, place=place, top_k=top_k), counts
+        out = sum_to_tokens(inner.down(), order=order, place=place, top_k=top_k, held=inner.also(0, 1))
+        return out if beside is None else out + beside, counts
 
 
 class SwiGLU(nn.Module):
@@ -148,8 +189,5 @@ class MoE(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [B, S, D] → output [B, S, D], counts int64 [E], router losses fp32 [2]."""
         routing = self.router(x)
-        out, counts = self.dispatcher(x.flatten(0, 1), routing, self.experts)
-        out = out.view_as(x)
-        if self.shared is not None:
-            out = out + self.shared(x)
-        return out, counts, routing.losses
+        out, counts = self.dispatcher(x.flatten(0, 1), routing, self.experts, self.shared)
+        return out.view_as(x), counts, routing.losses

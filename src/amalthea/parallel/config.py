@@ -25,6 +25,9 @@ class ParallelConfig(Component):
     dispatch: Literal["auto", "flat", "hierarchical"] = "auto"
     """How tokens travel to experts: `flat` sends one row per expert, `hierarchical` one per node that holds any of a
     token's experts, and fans out there. `auto` is hierarchical where `ep` spans several whole nodes."""
+    dispatch_chunks: PositiveInt = 1
+    """Parts of a pass's tokens that travel to experts one after the other, each while another one is computed. More of
+    them hide more of the way and make smaller products."""
     ranks_per_node: PositiveInt | Literal["auto"] = "auto"
     """For the dispatch; `auto` takes the ranks that were started on this node."""
     reshard_after_forward: bool = True

@@ -4,8 +4,10 @@ The ranks of the `ep` axis are `node` × `local`. A row goes first along `node`,
 each node that holds an expert of it, and fans out there along `local`. On the way back its results are summed on the
 node first, so that again one row crosses.
 
-Shape legend: T tokens of this rank, K choices, D hidden, E experts, N nodes, L ranks per node; F = E / N experts of a
-node; A rows that arrive on a node, R rows for this rank's experts.
+Chunks take turns as in `parallel/experts.py`.
+
+Shape legend: T tokens of this rank, K choices, D hidden, E experts, N nodes, L ranks per node, C chunks; F = E / N
+experts of a node; A rows that arrive on a node, R rows for this rank's experts.
 """
 
 from __future__ import annotations
@@ -14,55 +16,63 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from amalthea.kernels.fan import fan_in, fan_of, fan_out
+from amalthea.kernels.fan import Fan, fan_in, fan_of, fan_out
 from amalthea.kernels.permute import count_slots, sort_by_expert
-from amalthea.model.moe import Experts, Routing
+from amalthea.kernels.saved import last_of_block
+from amalthea.model.moe import Experts, Routing, SharedExperts
 from amalthea.model.transformer import Transformer
-from amalthea.parallel.all_to_all import AllToAll, ReadSplits, all_to_all, exchange_counts
-from amalthea.parallel.experts import run_by_expert
+from amalthea.parallel.all_to_all import ReadSplits, Splits, Trip, exchange_counts
+from amalthea.parallel.experts import Sorting, Visit
+from amalthea.parallel.in_turn import Travel, cut, join, run_in_turn
 
 
-def apply_hierarchical_dispatch(model: Transformer, mesh: DeviceMesh) -> None:
+def apply_hierarchical_dispatch(model: Transformer, mesh: DeviceMesh, *, num_chunks: int = 1) -> None:
     """Replaces the dispatchers of `apply_expert_parallel`; `mesh` has the axes `node` and `local` of `ep`."""
     for moe in model.moe_layers():
         moe.dispatcher = HierarchicalDispatcher(
-            moe.router.config.num_experts, across=mesh.get_group("node"), inside=mesh.get_group("local")
+            moe.router.config.num_experts,
+            across=mesh.get_group("node"),
+            inside=mesh.get_group("local"),
+            num_chunks=num_chunks,
         )
 
 
 class HierarchicalDispatcher:
     """Rows to nodes, then to ranks, and back.
 
-    Communication, `across` nodes: how many rows (one small all-to-all and one wait for the host), rows with the weights
-    and expert numbers of all their choices, results. `inside` the node: the same, with one weight per row and no expert
-    numbers. In backward rows and weights again. Memory: the rows received across nodes, and those inside.
+    Communication, `across` nodes: how many rows (one small all-to-all and one wait for the host), then for each chunk
+    rows with the weights and expert numbers of all their choices, results. `inside` the node: the same, with one weight
+    per row, no expert numbers, and one wait for the host for each chunk. In backward rows and weights again. Memory:
+    the rows received across nodes, and those inside.
     """
 
-    def __init__(self, num_experts: int, *, across: dist.ProcessGroup, inside: dist.ProcessGroup) -> None:
-        self.num_experts, self.across, self.inside = num_experts, across, inside
+    def __init__(
+        self, num_experts: int, *, across: dist.ProcessGroup, inside: dist.ProcessGroup, num_chunks: int = 1
+    ) -> None:
+        self.num_experts, self.across, self.inside, self.num_chunks = num_experts, across, inside, num_chunks
         self.num_nodes, self.node_ranks = across.size(), inside.size()
         self.node_experts = num_experts // self.num_nodes
         self.read_splits: ReadSplits = torch.Tensor.tolist
         """Plans, without values, replace it."""
 
-    def __call__(self, x: torch.Tensor, routing: Routing, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
-        top_k = routing.experts.shape[1]
-        keys = self._first_choice_of_each_node(routing.experts)
-        order, place, rows_to_nodes = sort_by_expert(keys, self.num_nodes + 1)
-        sent, received, _ = exchange_counts(rows_to_nodes[:-1], self.across, self.read_splits)
-        fan = fan_of(order, place, sum(sent), top_k)
-        node = keys.flatten().index_select(0, order[: sum(sent)])
-
-        numbers = routing.experts.index_select(0, fan.source) - node[:, None] * self.node_experts
-        is_there = (numbers >= 0) & (numbers < self.node_experts)
-        weights = fan_out(routing.weights, fan) * is_there
-        rows = AllToAll.apply(fan_out(x, fan), received, sent, self.across)
-        weights = AllToAll.apply(weights, received, sent, self.across)
-        numbers = all_to_all(numbers.where(is_there, self.node_experts), received, sent, self.across)
-        rows = self._on_node(rows, weights, numbers, experts)
-        rows = AllToAll.apply(rows, sent, received, self.across)
-
-        return fan_in(rows, fan), count_slots(routing.experts, self.num_experts)
+    def __call__(
+        self, x: torch.Tensor, routing: Routing, experts: Experts, shared: SharedExperts | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        chunks = cut(x, routing, self.num_chunks)
+        keys = [self._first_choice_of_each_node(chosen) for _, chosen, _ in chunks]
+        sorted_chunks = [sort_by_expert(key, self.num_nodes + 1) for key in keys]
+        rows_to_nodes = torch.stack([counts[:-1] for *_, counts in sorted_chunks])
+        splits, received = exchange_counts(rows_to_nodes, self.across, self.read_splits)
+        sortings = [
+            Sorting(order, place, sent, came)
+            for (order, place, _), sent, came in zip(sorted_chunks, splits, received, strict=True)
+        ]
+        travels = [
+            self._travel(*chunk, key, sorting, experts)
+            for chunk, key, sorting in zip(chunks, keys, sortings, strict=True)
+        ]
+        done, beside = run_in_turn(travels, lambda: None if shared is None else shared(x))
+        return join(done, beside), count_slots(routing.experts, self.num_experts)
 
     def _first_choice_of_each_node(self, experts: torch.Tensor) -> torch.Tensor:
         """[T, K]: the node of each choice, or N where an earlier choice is on the same node."""
@@ -70,15 +80,52 @@ class HierarchicalDispatcher:
         same = node[:, :, None] == node[:, None, :]
         return node.masked_fill(same.tril_(-1).any(dim=-1), self.num_nodes)
 
-    def _on_node(
-        self, rows: torch.Tensor, weights: torch.Tensor, numbers: torch.Tensor, experts: Experts
-    ) -> torch.Tensor:
-        """rows [A, D], weights and expert numbers [A, K], F where a choice is elsewhere → weighted sums [A, D]."""
+    def _travel(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        keys: torch.Tensor,
+        sorting: Sorting,
+        experts: Experts,
+    ) -> Travel:
+        """One chunk: tokens [T, D], choices, weights and nodes [T, K]."""
+        sent, received = sorting.splits
+        fan = fan_of(sorting.order, sorting.place, sum(sent), chosen.shape[1])
+        node = keys.flatten().index_select(0, fan.slots)
+        numbers = chosen.index_select(0, fan.source) - node[:, None] * self.node_experts
+        is_there = (numbers >= 0) & (numbers < self.node_experts)
+        tensors = (fan_out(x, fan), fan_out(weights, fan) * is_there, numbers.where(is_there, self.node_experts))
+        across = [Trip(self.across, sent, received) for _ in tensors]
+        buffers = [trip.depart(tensor) for trip, tensor in zip(across, tensors, strict=True)]
+        del tensors
+        yield
+        rows, node_weights, numbers = (trip.arrive(buffer) for trip, buffer in zip(across, buffers, strict=True))
+        del buffers
+        inside, fan_inside, from_ranks = self._sort_on_node(numbers)
+        tensors = (fan_out(rows, fan_inside), fan_out(node_weights.reshape(-1, 1), fan_inside.by_slot))
+        there = [Trip(self.inside, *inside) for _ in tensors]
+        buffers = [trip.depart(tensor) for trip, tensor in zip(there, tensors, strict=True)]
+        del rows, node_weights, tensors
+        yield
+        rows, row_weights = (trip.arrive(buffer) for trip, buffer in zip(there, buffers, strict=True))
+        del buffers
+        visit = Visit(rows, row_weights, from_ranks, experts, also=(fan.source, fan_inside.source))
+        del rows, row_weights
+        yield
+        back = Trip(self.inside, *reversed(inside))
+        with last_of_block():
+            buffer = back.depart(visit.results())
+        yield
+        rows = fan_in(back.arrive(buffer), fan_inside, held=visit.also(1, 2))
+        back = Trip(self.across, received, sent)
+        with last_of_block():
+            buffer = back.depart(rows)
+        yield
+        return fan_in(back.arrive(buffer), fan, held=visit.also(0, 1))
+
+    def _sort_on_node(self, numbers: torch.Tensor) -> tuple[Splits, Fan, torch.Tensor]:
+        """Expert numbers [A, K], F where a choice is elsewhere → where rows go inside the node, and what comes."""
         order, place, rows_to_experts = sort_by_expert(numbers, self.node_experts + 1)
-        sent, received, received_counts = exchange_counts(rows_to_experts[:-1], self.inside, self.read_splits)
-        fan = fan_of(order, place, sum(sent), numbers.shape[1])
-        weight = fan_out(weights.reshape(-1, 1), fan.by_slot)
-        rows = AllToAll.apply(fan_out(rows, fan), received, sent, self.inside)
-        weight = AllToAll.apply(weight, received, sent, self.inside)
-        rows = run_by_expert(rows, weight, received_counts, experts)
-        return fan_in(AllToAll.apply(rows, sent, received, self.inside), fan)
+        (splits,), (received,) = exchange_counts(rows_to_experts[None, :-1], self.inside, self.read_splits)
+        return splits, fan_of(order, place, sum(splits[0]), numbers.shape[1]), received

@@ -92,9 +92,9 @@ def build(
     for group in model.groups:
         cast(BlockGroup, group).sequences_per_pass = resolved.microbatch_sequences
     if resolved.ep > 1:
-        apply_expert_parallel(model, mesh.experts["ep"])
+        apply_expert_parallel(model, mesh.experts["ep"], num_chunks=config.parallel.dispatch_chunks)
     if mesh.dispatch is not None:
-        apply_hierarchical_dispatch(model, mesh.dispatch)
+        apply_hierarchical_dispatch(model, mesh.dispatch, num_chunks=config.parallel.dispatch_chunks)
     if resolved.cp > 1:
         apply_context_parallel(model, mesh.sequences["cp"])
     if config.memory.recompute != "none":

@@ -6,21 +6,20 @@ Shape legend: T tokens of a pass, K choices, E experts, N nodes, L ranks of a no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 
 import torch
 
 from amalthea.config.run import RunConfig
 from amalthea.model.transformer import Transformer
+from amalthea.parallel.all_to_all import ReadSplits, Splits
 from amalthea.parallel.experts import AllToAllDispatcher
 from amalthea.parallel.hierarchical import HierarchicalDispatcher
+from amalthea.parallel.in_turn import chunk_sizes
 from amalthea.plan.trace.recorder import Recorder
 from amalthea.plan.trace.workload import Workload
 from amalthea.plan.trace.world import wait_for_device
-
-Splits = list[list[int]]
-"""Rows sent to each rank of a group, and rows received from each."""
 
 
 def inject_splits(
@@ -28,27 +27,37 @@ def inject_splits(
 ) -> None:
     """Tells every dispatcher what travels in a pass of `num_tokens`; all ranks choose experts alike."""
     moe = config.model.moe
-    rows = workload.rows_by_expert(num_tokens, num_experts=moe.num_experts, top_k=moe.top_k)
+    sizes = chunk_sizes(num_tokens, config.parallel.dispatch_chunks)
+    loads = [workload.rows_by_expert(size, num_experts=moe.num_experts, top_k=moe.top_k) for size in sizes]
     for layer in model.moe_layers():
         dispatcher = layer.dispatcher
         if isinstance(dispatcher, AllToAllDispatcher):
-            splits = [flat_splits(rows, ep=config.parallel.ep, ep_rank=ep_rank)]
+            splits = [[flat_splits(rows, ep=config.parallel.ep, ep_rank=ep_rank) for rows in loads]]
         elif isinstance(dispatcher, HierarchicalDispatcher):
-            tokens = rows_by_node(
-                rows,
-                num_tokens=num_tokens,
-                num_nodes=dispatcher.num_nodes,
-                top_k=moe.top_k,
-                is_balanced=workload.expert_load is None,
-            )
-            splits = node_splits(tokens, rows, node_ranks=dispatcher.node_ranks, ep_rank=ep_rank)
+            chunks = [
+                node_splits(
+                    rows_by_node(
+                        rows,
+                        num_tokens=size,
+                        num_nodes=dispatcher.num_nodes,
+                        top_k=moe.top_k,
+                        is_balanced=workload.expert_load is None,
+                    ),
+                    rows,
+                    node_ranks=dispatcher.node_ranks,
+                    ep_rank=ep_rank,
+                )
+                for size, rows in zip(sizes, loads, strict=True)
+            ]
+            # Across nodes all chunks are counted at once, inside a node one after the other.
+            splits = [[across for across, _ in chunks], *([inside] for _, inside in chunks)]
         else:
             continue  # all experts are here
         dispatcher.read_splits = _reader(recorder, cycle(splits))
 
 
-def _reader(recorder: Recorder, splits: Iterator[Splits]) -> Callable[[torch.Tensor], Splits]:
-    def read(sums: torch.Tensor) -> Splits:
+def _reader(recorder: Recorder, splits: Iterator[list[Splits]]) -> ReadSplits:
+    def read(sums: torch.Tensor) -> list[Splits]:
         wait_for_device(recorder)
         return next(splits)
 
