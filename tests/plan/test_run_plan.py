@@ -57,6 +57,14 @@ def test_figures_agree_with_one_another() -> None:
     json.dumps(document)
 
 
+def test_the_third_flash_attention_is_faster_and_runs_on_hopper_only() -> None:
+    second = planned()
+    third = planned(replace(ROOMY, gpu="GH200"), flash_attention="fa3")
+    assert third.timeline.assumptions.attention > second.timeline.assumptions.attention
+    with pytest.raises(ConfigError, match=r"flash_attention is fa3.* has A100; set flash_attention=auto"):
+        planned(replace(ROOMY, gpu="A100"), flash_attention="fa3")
+
+
 @pytest.mark.case(13)
 def test_allocated_reserved_and_stranded_are_told_apart() -> None:
     memory = planned().to_json()["memory"]

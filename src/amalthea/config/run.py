@@ -48,6 +48,9 @@ class RunConfig(Component):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["fp32", "bf16"] = "fp32"
     """`bf16` computes in bf16 on fp32 parameters."""
+    flash_attention: Literal["auto", "torch", "fa3"] = "auto"
+    """Kernels of attention on a GPU: `torch` has the second version of FlashAttention built in; `fa3`, the third, needs
+    a Hopper GPU and its own package. `auto` takes it where both are there. A plan takes `auto` for `torch`."""
     model: ModelConfig
     data: DataConfig
     train: TrainConfig

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, MutableMapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from amalthea.config.check import ResolvedRun, check_vocab, dispatch_node_ranks, resolve
 from amalthea.config.run import RunConfig
@@ -48,6 +48,7 @@ def run(
     try:
         resolved = resolve(config, world_size=world.size)
         check_memory(config, resolved, world)
+        choose_attention(config, world)
     except ConfigError as error:
         if world.is_main:
             raise
@@ -75,6 +76,17 @@ def check_memory(config: RunConfig, resolved: ResolvedRun, world: World) -> None
 
         device_bytes = torch.cuda.get_device_properties(world.local_rank).total_memory
     check_fits(config, resolved, device_bytes, host_bytes)
+
+
+def choose_attention(config: RunConfig, world: World) -> Literal["torch", "fa3"]:
+    """Sets this process's flash kernels up. Raises ConfigError where its device cannot have what was asked for."""
+    import torch
+
+    from amalthea.kernels.flash import choose_flash_attention, use_flash_attention
+
+    chosen = choose_flash_attention(config.flash_attention, torch.device(world.torch_device))
+    use_flash_attention(chosen)
+    return chosen
 
 
 def expand_segments(environ: MutableMapping[str, str] = os.environ) -> str:
@@ -108,6 +120,8 @@ def chosen_automatically(config: RunConfig, resolved: ResolvedRun, world: World)
         chosen["device"] = world.device
     if world.device == "cuda":
         chosen["allocator"] = expand_segments()
+        if config.flash_attention == "auto":
+            chosen["flash_attention"] = choose_attention(config, world)
     if config.parallel.dp_shard == "auto":
         chosen["parallel.dp_shard"] = resolved.dp_shard
     if config.parallel.dispatch == "auto":

@@ -7,6 +7,7 @@ are line rates: what is achieved of them is for the estimate to assume (`plan/op
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 
 from amalthea.core.errors import ConfigError
@@ -51,6 +52,11 @@ class Cluster:
     @property
     def num_gpus(self) -> int | None:
         return None if self.num_nodes is None else self.num_nodes * self.gpus_per_node
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether FlashAttention-3 runs there, by the GPU's name."""
+        return re.search(r"H(100|200|800|20)\b", self.gpu) is not None
 
     def check_holds(self, num_gpus: int) -> None:
         """Raises ConfigError where the cluster has fewer GPUs."""

@@ -240,10 +240,11 @@ def plan_run(
     other = replay(trace, settings=setting.other_allocator)
     say("timing the step")
     simulator = setting.simulator(trace)
-    timeline = simulator.timeline(setting.assumptions, model_flops_per_token=setting.model_flops_per_token(config))
+    assumptions = setting.assumptions_of(config)
+    timeline = simulator.timeline(assumptions, model_flops_per_token=setting.model_flops_per_token(config))
     sensitivities: tuple[Sensitivity, ...] = ()
     if setting.stopwatch is None:
-        sensitivities = simulator.sensitivity(setting.assumptions, LEANED_ON, change=CHANGE)
+        sensitivities = simulator.sensitivity(assumptions, LEANED_ON, change=CHANGE)
     say("planning the optimizer's step")
     optimizer = plan_optimizer_step(config, num_gpus=setting.num_gpus)
     all_tokens = tokens or config.train.steps * config.train.global_batch_tokens

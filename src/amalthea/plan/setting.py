@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from amalthea.config.run import RunConfig
+from amalthea.core.errors import ConfigError
 from amalthea.plan.accounting import account
 from amalthea.plan.allocator import AllocatorSettings
 from amalthea.plan.clusters import Cluster
 from amalthea.plan.devices import Reserves, device_cap_gib
 from amalthea.plan.events import Trace
-from amalthea.plan.step_speeds import Assumptions
+from amalthea.plan.step_speeds import FLASH_3, Assumptions
 from amalthea.plan.stopwatch import Stopwatch
 from amalthea.plan.timeline import Simulator
 from amalthea.plan.trace import Workload, trace_step
@@ -50,6 +51,17 @@ class Setting:
     def other_allocator(self) -> AllocatorSettings:
         """The same without expandable segments, or with, where the setting is without."""
         return replace(self.allocator, expandable_segments=not self.expandable_segments)
+
+    def assumptions_of(self, config: RunConfig) -> Assumptions:
+        """With the speed of the attention kernels that `config` asks for. Raises ConfigError where they do not run."""
+        if config.flash_attention != "fa3":
+            return self.assumptions
+        if not self.cluster.is_hopper:
+            raise ConfigError(
+                f"flash_attention is fa3, which needs a Hopper GPU (H100, H200, GH200), but {self.cluster.name} has "
+                f"{self.cluster.gpu}; set flash_attention=auto or torch"
+            )
+        return replace(self.assumptions, attention=FLASH_3)
 
     def trace(self, config: RunConfig, code: Code) -> Trace:
         """One step of `config`. Host memory has no end here: what a step takes of it is compared afterwards."""

@@ -139,7 +139,7 @@ def _shallow(config: RunConfig, setting: Setting, code: Code, layers: int) -> _S
     memory = replay(trace, settings=setting.allocator)
     switched = replace(setting.other_allocator, cap_gib=None)
     peak = memory.demand.peak_allocated
-    timeline = setting.simulator(trace).timeline(setting.assumptions)
+    timeline = setting.simulator(trace).timeline(setting.assumptions_of(config))
     return _Shallow(
         layers=layers,
         tokens=trace.tokens,

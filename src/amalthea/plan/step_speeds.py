@@ -27,6 +27,10 @@ _GROUPED = re.compile(r"grouped")
 _ATTENTION = re.compile(r"attention|attn|sdpa|flash")
 
 
+FLASH_3 = 0.5
+"""`attention` with FlashAttention-3."""
+
+
 def _assume(value: float, why: str) -> float:
     return field(default=value, metadata={"why": why})
 
@@ -38,7 +42,11 @@ class Assumptions:
     matmul: float = _assume(0.8, "of peak, large bf16 products: one H200 reaches 770 to 800 of 989 TFLOP/s at 8192³")
     matmul_half_flops: float = _assume(5e9, "a product of so many FLOP reaches half of that speed")
     grouped: float = _assume(0.6, "of peak, grouped products of experts, where groups are large")
-    attention: float = _assume(0.35, "of peak, FlashAttention-2 on an H100 (arXiv 2407.08608); long documents")
+    attention: float = _assume(
+        0.35,
+        "of peak: 0.35 with FlashAttention-2, 0.5 with -3; an H100 at 8k reaches 333 and 602 of 989 TFLOP/s "
+        "forward, 318 and 559 backward (arXiv 2407.08608, figures 5 and 6)",
+    )
     newton_schulz: float = _assume(Efficiency.matmul, "of peak, batched products of the optimizer")
     fp32_peak: float = _assume(0.068, "of the bf16 peak: 67 of 989 TFLOP/s of an H100, no TF32")
     hbm: float = _assume(Efficiency.hbm, "of HBM bandwidth: one H200 copies at 4.3 of 4.8 TB/s")
