@@ -5,6 +5,8 @@ Shape legend: B sequences, S tokens per sequence, D hidden, H query heads, G key
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -51,21 +53,20 @@ class Rope(nn.Module):
         return rotate(x, self.cos[:seq_len], self.sin[:seq_len])
 
 
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Queries [B, S, H, d], keys and values [B, S, G, d] of whole sequences → [B, S, H, d], largest logits [H] or [0]."""
+
+
 class Exchange(Protocol):
     """Whole sequences for attention, where each rank holds a part of their positions."""
 
-    def to_heads(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """All heads of some positions → some heads of all positions."""
-        ...
+    def around(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `attend` would return for whole sequences: this rank's positions of it, and the logits of all heads.
 
-    def to_positions(self, attended: torch.Tensor) -> torch.Tensor:
-        """And back."""
-        ...
-
-    def all_heads(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of this rank's heads → of all heads, −∞ for the heads of others."""
+        `attend` is given some heads of all positions, in one call or several.
+        """
         ...
 
 
@@ -99,14 +100,14 @@ class Attention(nn.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        if self.exchange is not None:
-            query, key, value = self.exchange.to_heads(query, key, value)
-        query, key = rope(query), rope(key)
-        out = attention(query, key, value, documents=documents)
-        largest = torch.empty(0, dtype=torch.float32, device=x.device)
-        if self.track_max_logits:
-            largest = max_logits(query, key, documents=documents)
-        if self.exchange is not None:
-            out = self.exchange.to_positions(out)
-            largest = self.exchange.all_heads(largest) if self.track_max_logits else largest
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            query, key = rope(query), rope(key)
+            out = attention(query, key, value, documents=documents)
+            if self.track_max_logits:
+                return out, max_logits(query, key, documents=documents)
+            return out, torch.empty(0, dtype=torch.float32, device=x.device)
+
+        around = attend if self.exchange is None else partial(self.exchange.around, attend=attend)
+        out, largest = around(query, key, value)
         return self.wo(out.flatten(-2)), largest

@@ -32,31 +32,6 @@ def exchange_counts(
     return read_splits(both.sum(dim=-1)), both[:, 1]
 
 
-class AllToAll(torch.autograd.Function):
-    """Uneven all-to-all of rows (`all_to_all`) whose gradient is the all-to-all back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, out_splits: list[int], in_splits: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.splits, ctx.group = (out_splits, in_splits), group
-        return all_to_all(rows, out_splits, in_splits, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        out_splits, in_splits = ctx.splits
-        return all_to_all(grads[0], in_splits, out_splits, ctx.group), None, None, None
-
-
-def all_to_all(
-    rows: torch.Tensor, out_splits: list[int], in_splits: list[int], group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Sends `in_splits` rows to each rank and returns the `out_splits` rows that come from each, [M, …]."""
-    out = rows.new_empty((sum(out_splits), *rows.shape[1:]))
-    dist.all_to_all_single(out, rows.contiguous(), out_splits, in_splits, group=group)
-    return out
-
-
 class Trip:
     """One uneven all-to-all that goes on beside the computation, and so does its way back in backward.
 

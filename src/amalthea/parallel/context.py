@@ -9,12 +9,16 @@ Shape legend: B sequences, S tokens per sequence, P ranks on the axis, H query h
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from amalthea.model.attention import Attend
 from amalthea.model.transformer import Transformer
-from amalthea.parallel.all_to_all import AllToAll
+from amalthea.parallel.all_to_all import Trip
+from amalthea.parallel.in_turn import run_in_turn
 
 
 def apply_context_parallel(model: Transformer, mesh: DeviceMesh) -> None:
@@ -29,42 +33,56 @@ def apply_context_parallel(model: Transformer, mesh: DeviceMesh) -> None:
 class HeadExchange:
     """Positions for heads, and back.
 
-    Communication, over `group`: one all-to-all to heads (queries, keys and values together) and one back; the same
-    again in backward. Memory: what is sent and what is received. Source: DeepSpeed-Ulysses (arXiv 2309.14509).
+    Heads go in two halves where they can, so that one travels while the other is attended to: the same numbers.
+    Communication, over `group`: for each half one all-to-all to heads (queries, keys and values together) and one back;
+    the same again in backward. Memory: what is sent and what is received. Source: DeepSpeed-Ulysses (arXiv 2309.14509).
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.num_ranks, self.rank = group.size(), group.rank()
 
-    def to_heads(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[B, S/P, H, d], [B, S/P, G, d] twice → [B, S, H/P, d], [B, S, G/P, d] twice.
+    def around(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Shapes: query [B, S/P, H, d], key and value [B, S/P, G, d] → [B, S/P, H, d] and the logits of all heads.
 
-        Fewer key/value heads than ranks are repeated first: each rank needs the one that its queries share.
+        `attend` gets [B, S, h, d] and [B, S, g, d] twice, of h = H/P and g = G/P heads or half of them. Fewer key/value
+        heads than ranks are repeated first: each rank needs the one that its queries share.
         """
         repeats = max(1, self.num_ranks // key.shape[2])
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, dim=2), value.repeat_interleave(repeats, dim=2)
-        sizes = [tensor.shape[2] // self.num_ranks for tensor in (query, key, value)]
         # [P, B, S/P, heads, d]: the heads of one rank lie together.
         parts = [tensor.unflatten(2, (self.num_ranks, -1)).movedim(2, 0) for tensor in (query, key, value)]
-        received = self._exchange(torch.cat(parts, dim=3))
+        halves = 1 if parts[1].shape[3] % 2 else 2
+        chunks = zip(*(part.chunk(halves, dim=3) for part in parts), strict=True)
+        done, _ = run_in_turn([self._travel(chunk, attend) for chunk in chunks], beside=lambda: None)
+        # [B, S/P, P, heads, d]
+        out = torch.cat([received.movedim(0, 2) for received, _ in done], dim=3)
+        largest = torch.cat([logits for _, logits in done])
+        return out.flatten(2, 3), self._all_heads(largest) if largest.numel() else largest
+
+    def _travel(
+        self, parts: Sequence[torch.Tensor], attend: Attend
+    ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
+        """Queries, keys and values [P, B, S/P, heads, d] → [P, B, S/P, heads, d], and the logits of these heads."""
+        there, back = self._trip(), self._trip()
+        buffer = there.depart(torch.cat(list(parts), dim=3))
+        yield
+        received = there.arrive(buffer)
+        sizes = [part.shape[3] for part in parts]
         query, key, value = received.movedim(0, 1).flatten(1, 2).split(sizes, dim=2)
-        return query, key, value
+        attended, logits = attend(query, key, value)
+        buffer = back.depart(attended.unflatten(1, (self.num_ranks, -1)).movedim(1, 0))
+        yield
+        return back.arrive(buffer), logits
 
-    def to_positions(self, attended: torch.Tensor) -> torch.Tensor:
-        """[B, S, H/P, d] → [B, S/P, H, d]."""
-        parts = attended.unflatten(1, (self.num_ranks, -1)).movedim(1, 0)
-        return self._exchange(parts).movedim(0, 2).flatten(2, 3)
-
-    def _exchange(self, parts: torch.Tensor) -> torch.Tensor:
-        """parts [P, …], one for each rank, to those ranks."""
+    def _trip(self) -> Trip:
         one_each = [1] * self.num_ranks
-        return AllToAll.apply(parts, one_each, one_each, self.group)
+        return Trip(self.group, one_each, one_each)
 
-    def all_heads(self, values: torch.Tensor) -> torch.Tensor:
+    def _all_heads(self, values: torch.Tensor) -> torch.Tensor:
         """Values of this rank's heads [H/P] among those of all [H]; −∞ for the heads of others."""
         whole = values.new_full((self.num_ranks, values.shape[0]), -torch.inf)
         whole[self.rank] = values

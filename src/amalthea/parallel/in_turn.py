@@ -1,4 +1,4 @@
-"""Several chunks of tokens on their ways to experts and back, so that one travels while another is computed.
+"""Several chunks on their ways to other ranks and back, so that one travels while another is computed.
 
 A *travel* is a generator: it yields whenever something of its own is under way, or when the others should come first,
 and returns its result. Autograd runs what a later step made earlier, so backward takes turns the other way round.
@@ -14,12 +14,13 @@ import torch
 from amalthea.model.moe import Routing
 
 T = TypeVar("T")
+R = TypeVar("R")
 Travel = Generator[None, None, torch.Tensor]
 
 
-def run_in_turn(travels: Sequence[Travel], beside: Callable[[], T]) -> tuple[list[torch.Tensor], T]:
+def run_in_turn(travels: Sequence[Generator[None, None, R]], beside: Callable[[], T]) -> tuple[list[R], T]:
     """Advances all travels step by step, and calls `beside` once the first step of all is under way."""
-    results: dict[int, torch.Tensor] = {}
+    results: dict[int, R] = {}
     aside: list[T] = []
     while len(results) < len(travels):
         for number, travel in enumerate(travels):
