@@ -50,6 +50,17 @@ def test_overrides_lead_to_the_layout() -> None:
     assert seen > 3
 
 
+def test_levers_add_up(few: None) -> None:
+    """Each is tried on the best so far, so that the winner has all that helped."""
+    cluster = replace(SETTING.cluster, gpu="H100")
+    found = search(start(), replace(SETTING, cluster=cluster), CODE)
+    assert found.best is not None
+    tried = [set(one.overrides) for one in (*found.ranked, *found.infeasible)]
+    assert any("flash_attention=fa3" in overrides and len(overrides) > 1 for overrides in tried)
+    for one in found.ranked[:3]:
+        resolve(apply_overrides(start(), one.overrides), world_size=4)
+
+
 @pytest.mark.usefixtures("few")
 def test_the_best_fits_and_is_no_slower_than_the_others() -> None:
     said: list[str] = []

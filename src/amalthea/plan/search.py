@@ -2,7 +2,8 @@
 
 First every combination of degrees and levers is held against a bound of memory (`plan/fits.py`, and what a group's
 backward takes beside it) and given a rough time by formula; then the best of each kind are sketched from real traces
-(`plan/sketch.py`); last, each lever of the best is changed once. What does not fit is kept, with the reason.
+(`plan/sketch.py`); last, one lever after the other is changed on the best so far, and stays changed where that is
+faster and fits. What does not fit is kept, with the reason.
 
 Letters: E experts, D hidden, T tokens of a rank and step, L layers.
 """
@@ -33,6 +34,8 @@ MAX_EP, MAX_REPLICAS, MAX_BATCHES = 64, 16, 2
 """Bounds of what is tried; batches are multiples of the recipe's."""
 TRACED = 7
 """Layouts that are traced beside the recipe's own, the best by formula of each kind; then changes of the best are."""
+LOSS_BUDGET_GIB = 8.0
+"""Of logits: at the loss, at the end of forward, nothing of a block is held but boundaries."""
 SHARE_OF_PEAK = 0.5
 """For the formula only: what whole steps compute at, of the bf16 peak."""
 
@@ -111,7 +114,7 @@ def search(
 ) -> Search:
     """Finds layouts of `config` on `setting`.
 
-    Communication: none. Time: at most 18 sketches, five minutes of one core for a trillion parameters; `say` is told
+    Communication: none. Time: at most 22 sketches, some minutes of one core for a trillion parameters; `say` is told
     before each.
     """
     say("search bounds by arithmetic")
@@ -123,10 +126,14 @@ def search(
         say(f"search {number} of {len(chosen)}: {' '.join(candidate.overrides)}")
         tried[candidate.overrides] = _try(candidate, setting, code)
     best = _fastest(tried.values())
-    others = [] if best is None else [c for c in _neighbours(config, best) if c.overrides not in tried]
-    for number, candidate in enumerate(others, 1):
-        say(f"search beside the best, {number} of {len(others)}: {' '.join(candidate.overrides)}")
-        tried[candidate.overrides] = _try(candidate, setting, code)
+    for number in range(0 if best is None else len(_levers(best.config, setting))):
+        assert best is not None
+        changed = _changed(best.config, **_levers(best.config, setting)[number])
+        candidate = Candidate(changed, overrides_of(config, changed), best.rough_s_per_token)
+        if candidate.overrides not in tried:
+            say(f"search beside the best, lever {number + 1}: {' '.join(candidate.overrides)}")
+            tried[candidate.overrides] = _try(candidate, setting, code)
+            best = _fastest((best, tried[candidate.overrides]))
     found = sorted(tried.values(), key=lambda one: -one.tokens_per_s_per_gpu)
     return Search(
         ranked=tuple(one for one in found if one.problem is None),
@@ -184,9 +191,15 @@ def _degrees(limit: int, own: int, whole: int) -> list[int]:
     return sorted({degree for degree in powers if degree <= limit} | {own})
 
 
-def _changed(config: RunConfig, **groups: dict[str, Any]) -> RunConfig:
-    """Without validation, which thousands of combinations would wait for; `resolve` checks what may contradict."""
-    changed = {name: getattr(config, name).model_copy(update=values) for name, values in groups.items()}
+def _changed(config: RunConfig, **changes: Any) -> RunConfig:
+    """Components by the values to change in them, or whole values.
+
+    Without validation, which thousands of combinations would wait for; `resolve` checks what may contradict.
+    """
+    changed = {
+        name: getattr(config, name).model_copy(update=values) if isinstance(values, dict) else values
+        for name, values in changes.items()
+    }
     return config.model_copy(update=changed)
 
 
@@ -270,27 +283,34 @@ def _best_of_each_kind(candidates: list[Candidate], number: int) -> list[Candida
     return list(first.values())[:number]
 
 
-def _neighbours(config: RunConfig, best: Candidate) -> list[Candidate]:
-    """The best with one lever changed."""
-    memory, parallel = best.config.memory, best.config.parallel
-    per_group = 1 if memory.blocks_per_group > 1 else 2
-    changes: list[tuple[str, dict[str, Any]]] = [
-        ("memory", {"recompute": "selective", "keep": ("attention",)}),
-        ("memory", {"recompute": "selective", "keep": ("all_to_all",)}),
-        ("memory", {"blocks_per_group": per_group}),
-        ("memory", {"unshard_async_op": False}),
-        ("memory", {"offload": not memory.offload, "offload_budget_gib": None}),
-        ("memory", {"offload_optimizer": not memory.offload_optimizer}),
-        ("parallel", {"reduce_dtype": "fp32" if parallel.reduce_dtype == "bf16" else "bf16"}),
-        ("parallel", {"reshard_after_forward": not parallel.reshard_after_forward}),
-        ("parallel", {"dp_replicate": max(1, parallel.dp_replicate // 2)}),
+def _levers(config: RunConfig, setting: Setting) -> list[dict[str, Any]]:
+    """What may be changed of a layout, one at a time, in the order in which it is tried; as many for every layout.
+
+    First what costs no memory, then what trades memory for time.
+    """
+    memory, parallel = config.memory, config.parallel
+    passes = memory.sequences_per_gather
+    together: dict[str, Any] = {}
+    if passes % 2 == 0:
+        # Half as many passes, each twice as large, so that chunks of them are as large as passes were.
+        microbatch = 2 * config.train.microbatch_sequences
+        together = {"train": {"microbatch_sequences": microbatch}, "memory": {"sequences_per_gather": passes // 2}}
+    chunks = {"dispatch_chunks": 2} if parallel.ep > 1 else {}
+    return [
+        {"flash_attention": "fa3"} if setting.cluster.is_hopper else {},
+        {"memory": {"loss_budget_gib": LOSS_BUDGET_GIB}},
+        {"parallel": {"dp_replicate": max(1, parallel.dp_replicate // 2)}},
+        {"parallel": chunks},
+        together | {"parallel": chunks},
+        {"memory": {"offload_optimizer": not memory.offload_optimizer}},
+        {"memory": {"recompute": "selective", "keep": ("attention",)}},
+        {"memory": {"recompute": "selective", "keep": ("all_to_all",)}},
+        {"memory": {"blocks_per_group": 1 if memory.blocks_per_group > 1 else 2}},
+        {"memory": {"unshard_async_op": False}},
+        {"memory": {"offload": not memory.offload, "offload_budget_gib": None}},
+        {"parallel": {"reduce_dtype": "fp32" if parallel.reduce_dtype == "bf16" else "bf16"}},
+        {"parallel": {"reshard_after_forward": not parallel.reshard_after_forward}},
     ]
-    found = []
-    for group, values in changes:
-        changed = _changed(best.config, **{group: values})
-        if changed != best.config:
-            found.append(Candidate(changed, overrides_of(config, changed), best.rough_s_per_token))
-    return found
 
 
 def _fastest(tried: Iterable[Candidate]) -> Candidate | None:
