@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 _results_count = True
 _another_follows = False
@@ -46,6 +47,11 @@ def hold(
     through = _Hold.apply(len(used), *used, *others)
     node = through[0].grad_fn
     return through, None if node is None else Held(node)
+
+
+def held_linear(x: torch.Tensor, weight: torch.Tensor, held: Held | None) -> torch.Tensor:
+    """`F.linear` for x [T, I] and weight [O, I], which `held` holds in this order; saves nothing itself."""
+    return F.linear(x, weight) if held is None else _HeldLinear.apply(x, weight, held)  # type: ignore[no-any-return]
 
 
 def results_count() -> bool:
@@ -86,3 +92,18 @@ class _Hold(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.at_hand = None
         return (None, *grads, *(None,) * ctx.num_others)
+
+
+class _HeldLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, held: Held) -> torch.Tensor:
+        ctx.held = held
+        with last_of_block():
+            return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x, weight = ctx.held.tensors()
+        (grad,) = grads
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        return grad.mm(weight) if needs_x else None, grad.t().mm(x) if needs_weight else None, None

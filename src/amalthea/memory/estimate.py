@@ -77,7 +77,7 @@ def block_bytes(model: ModelConfig, *, is_dense: bool) -> int:
 def output_bytes(model: ModelConfig, name: Kept, *, is_dense: bool) -> int:
     """Bytes per token that the named operations of one block return and recompute takes from there.
 
-    Not the experts' last product: recompute ends before it, but for blocks that others follow in their group.
+    Not a block's last products: recompute ends before them, but for blocks that others follow in their group.
     """
     D, H, G, d, moe = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim, model.moe
     shared = moe.num_shared_experts * moe.expert_hidden_size
@@ -86,7 +86,7 @@ def output_bytes(model: ModelConfig, name: Kept, *, is_dense: bool) -> int:
     if name == "projections":
         inner = (model.dense_hidden_size or 0) if is_dense else shared
         router = 0 if is_dense else moe.num_experts
-        return ((H + 2 * G) * d + D + router + (2 * inner + D if inner else 0)) * _FP32
+        return ((H + 2 * G) * d + D + router + 2 * inner) * _FP32
     if name == "experts":
         return 0 if is_dense else moe.top_k * 2 * moe.expert_hidden_size * _FP32
     return 0  # all_to_all: one process has none

@@ -20,7 +20,7 @@ from torch import nn
 from amalthea.core.tensors import local_tensor
 from amalthea.kernels.grouped import grouped_linear
 from amalthea.kernels.permute import sort_by_expert, sum_to_tokens, to_rows
-from amalthea.kernels.saved import Held, hold
+from amalthea.kernels.saved import Held, held_linear, hold
 from amalthea.kernels.swiglu import swiglu, weighted_swiglu
 from amalthea.model.config import MoEConfig
 
@@ -124,8 +124,12 @@ class Inner(NamedTuple):
         return None if self.held is None else self.held[3 + start : 3 + stop]
 
 
-SharedExperts = Callable[[torch.Tensor], torch.Tensor]
-"""[T, D] → [T, D]."""
+class SharedExperts(Protocol):
+    """Experts that every token visits."""
+
+    def inner(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """All but the last product of x [T, D], with what that needs held; what is returned makes it, [T, D]."""
+        ...
 
 
 class Dispatcher(Protocol):
@@ -136,8 +140,8 @@ class Dispatcher(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, D] → ([T, D], int64 counts [E] of this rank's choices).
 
-        What `shared` makes of x is added. It runs before the experts, so that recompute, which ends with the last
-        thing that backward needs, ends before the experts' last product and whatever follows it.
+        What `shared` makes of x is added. Everything but last products comes first, so that recompute, which ends with
+        the last thing that backward needs, ends before them and whatever follows them.
         """
         ...
 
@@ -151,14 +155,14 @@ class LocalDispatcher:
     def __call__(
         self, x: torch.Tensor, routing: Routing, experts: Experts, shared: SharedExperts | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        beside = None if shared is None else shared(x)
+        shared_down = None if shared is None else shared.inner(x)
         order, place, counts = sort_by_expert(routing.experts, self.num_experts)
         rows = to_rows(x, order=order, place=place)
         weights = to_rows(routing.weights.reshape(-1, 1), order=order, place=place)[:, 0]
         inner = experts.inner(rows, weights, counts.cumsum(0).to(torch.int32), also=(order,))
         top_k = routing.experts.shape[1]
         out = sum_to_tokens(inner.down(), order=order, place=place, top_k=top_k, held=inner.also(0, 1))
-        return out if beside is None else out + beside, counts
+        return out if shared_down is None else out + shared_down(), counts
 
 
 class SwiGLU(nn.Module):
@@ -170,8 +174,15 @@ class SwiGLU(nn.Module):
         self.w_up = nn.Linear(hidden_size, inner_size, bias=False)
         self.w_down = nn.Linear(inner_size, hidden_size, bias=False)
 
+    def inner(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """All but the last product of x [T, D]; what is returned makes it, [T, D], and needs nothing saved."""
+        hidden = swiglu(self.w_gate(x), self.w_up(x))
+        (hidden, weight), held = hold((hidden, self.w_down.weight))
+        return lambda: held_linear(hidden, weight, held)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w_down(swiglu(self.w_gate(x), self.w_up(x)))
+        """x […, D]."""
+        return self.inner(x.flatten(0, -2))().view_as(x)
 
 
 class MoE(nn.Module):

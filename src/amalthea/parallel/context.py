@@ -9,7 +9,7 @@ Shape legend: B sequences, S tokens per sequence, P ranks on the axis, H query h
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from amalthea.model.attention import Attend
 from amalthea.model.transformer import Transformer
 from amalthea.parallel.all_to_all import Trip
-from amalthea.parallel.in_turn import run_in_turn
+from amalthea.parallel.in_turn import Travel, run_in_turn
 
 
 def apply_context_parallel(model: Transformer, mesh: DeviceMesh) -> None:
@@ -57,25 +57,23 @@ class HeadExchange:
         parts = [tensor.unflatten(2, (self.num_ranks, -1)).movedim(2, 0) for tensor in (query, key, value)]
         halves = 1 if parts[1].shape[3] % 2 else 2
         chunks = zip(*(part.chunk(halves, dim=3) for part in parts), strict=True)
-        done, _ = run_in_turn([self._travel(chunk, attend) for chunk in chunks], beside=lambda: None)
+        done = run_in_turn([self._travel(chunk, attend) for chunk in chunks])
         # [B, S/P, P, heads, d]
         out = torch.cat([received.movedim(0, 2) for received, _ in done], dim=3)
         largest = torch.cat([logits for _, logits in done])
         return out.flatten(2, 3), self._all_heads(largest) if largest.numel() else largest
 
-    def _travel(
-        self, parts: Sequence[torch.Tensor], attend: Attend
-    ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
+    def _travel(self, parts: Sequence[torch.Tensor], attend: Attend) -> Travel[tuple[torch.Tensor, torch.Tensor]]:
         """Queries, keys and values [P, B, S/P, heads, d] → [P, B, S/P, heads, d], and the logits of these heads."""
         there, back = self._trip(), self._trip()
         buffer = there.depart(torch.cat(list(parts), dim=3))
-        yield
+        yield False
         received = there.arrive(buffer)
         sizes = [part.shape[3] for part in parts]
         query, key, value = received.movedim(0, 1).flatten(1, 2).split(sizes, dim=2)
         attended, logits = attend(query, key, value)
         buffer = back.depart(attended.unflatten(1, (self.num_ranks, -1)).movedim(1, 0))
-        yield
+        yield True
         return back.arrive(buffer), logits
 
     def _trip(self) -> Trip:

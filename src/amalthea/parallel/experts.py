@@ -23,7 +23,7 @@ from amalthea.kernels.saved import Held, last_of_block
 from amalthea.model.moe import Experts, Inner, Routing, SharedExperts
 from amalthea.model.transformer import Transformer
 from amalthea.parallel.all_to_all import ReadSplits, Splits, Trip, exchange_counts
-from amalthea.parallel.in_turn import Travel, cut, join, run_in_turn
+from amalthea.parallel.in_turn import Travel, cut, travel_with
 
 
 def apply_expert_parallel(model: Transformer, mesh: DeviceMesh, *, num_chunks: int = 1) -> None:
@@ -80,25 +80,26 @@ class AllToAllDispatcher:
             self._travel(tokens, weights, sorting, experts)
             for (tokens, _, weights), sorting in zip(chunks, sortings, strict=True)
         ]
-        done, beside = run_in_turn(travels, lambda: None if shared is None else shared(x))
-        return join(done, beside), counts.sum(dim=0)
+        return travel_with(travels, x, shared), counts.sum(dim=0)
 
-    def _travel(self, x: torch.Tensor, weights: torch.Tensor, sorting: Sorting, experts: Experts) -> Travel:
+    def _travel(
+        self, x: torch.Tensor, weights: torch.Tensor, sorting: Sorting, experts: Experts
+    ) -> Travel[torch.Tensor]:
         """One chunk, tokens [T, D] and weights [T, K], there and back."""
         order, place, (sent, received) = sorting.order, sorting.place, sorting.splits
         there = [Trip(self.group, sent, received) for _ in range(2)]
         tensors = (x, weights.reshape(-1, 1))
         buffers = [trip.depart(to_rows(t, order=order, place=place)) for trip, t in zip(there, tensors, strict=True)]
-        yield
+        yield False
         rows, row_weights = (trip.arrive(buffer) for trip, buffer in zip(there, buffers, strict=True))
         del buffers, tensors
         visit = Visit(rows, row_weights, sorting.received, experts, also=(order,))
         del rows, row_weights
-        yield
+        yield False
         back = Trip(self.group, received, sent)
         with last_of_block():
             buffer = back.depart(visit.results())
-        yield
+        yield True
         rows = back.arrive(buffer)
         return sum_to_tokens(rows, order=order, place=place, top_k=weights.shape[1], held=visit.also(0, 1))
 

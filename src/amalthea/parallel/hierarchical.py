@@ -23,7 +23,7 @@ from amalthea.model.moe import Experts, Routing, SharedExperts
 from amalthea.model.transformer import Transformer
 from amalthea.parallel.all_to_all import ReadSplits, Splits, Trip, exchange_counts
 from amalthea.parallel.experts import Sorting, Visit
-from amalthea.parallel.in_turn import Travel, cut, join, run_in_turn
+from amalthea.parallel.in_turn import Travel, cut, travel_with
 
 
 def apply_hierarchical_dispatch(model: Transformer, mesh: DeviceMesh, *, num_chunks: int = 1) -> None:
@@ -71,8 +71,7 @@ class HierarchicalDispatcher:
             self._travel(*chunk, key, sorting, experts)
             for chunk, key, sorting in zip(chunks, keys, sortings, strict=True)
         ]
-        done, beside = run_in_turn(travels, lambda: None if shared is None else shared(x))
-        return join(done, beside), count_slots(routing.experts, self.num_experts)
+        return travel_with(travels, x, shared), count_slots(routing.experts, self.num_experts)
 
     def _first_choice_of_each_node(self, experts: torch.Tensor) -> torch.Tensor:
         """[T, K]: the node of each choice, or N where an earlier choice is on the same node."""
@@ -88,7 +87,7 @@ class HierarchicalDispatcher:
         keys: torch.Tensor,
         sorting: Sorting,
         experts: Experts,
-    ) -> Travel:
+    ) -> Travel[torch.Tensor]:
         """One chunk: tokens [T, D], choices, weights and nodes [T, K]."""
         sent, received = sorting.splits
         fan = fan_of(sorting.order, sorting.place, sum(sent), chosen.shape[1])
@@ -99,7 +98,7 @@ class HierarchicalDispatcher:
         across = [Trip(self.across, sent, received) for _ in tensors]
         buffers = [trip.depart(tensor) for trip, tensor in zip(across, tensors, strict=True)]
         del tensors
-        yield
+        yield False
         rows, node_weights, numbers = (trip.arrive(buffer) for trip, buffer in zip(across, buffers, strict=True))
         del buffers
         inside, fan_inside, from_ranks = self._sort_on_node(numbers)
@@ -107,21 +106,21 @@ class HierarchicalDispatcher:
         there = [Trip(self.inside, *inside) for _ in tensors]
         buffers = [trip.depart(tensor) for trip, tensor in zip(there, tensors, strict=True)]
         del rows, node_weights, tensors
-        yield
+        yield False
         rows, row_weights = (trip.arrive(buffer) for trip, buffer in zip(there, buffers, strict=True))
         del buffers
         visit = Visit(rows, row_weights, from_ranks, experts, also=(fan.source, fan_inside.source))
         del rows, row_weights
-        yield
+        yield False
         back = Trip(self.inside, *reversed(inside))
         with last_of_block():
             buffer = back.depart(visit.results())
-        yield
+        yield False
         rows = fan_in(back.arrive(buffer), fan_inside, held=visit.also(1, 2))
         back = Trip(self.across, received, sent)
         with last_of_block():
             buffer = back.depart(rows)
-        yield
+        yield True
         return fan_in(back.arrive(buffer), fan, held=visit.also(0, 1))
 
     def _sort_on_node(self, numbers: torch.Tensor) -> tuple[Splits, Fan, torch.Tensor]:

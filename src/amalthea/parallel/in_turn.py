@@ -11,26 +11,38 @@ from typing import TypeVar
 
 import torch
 
-from amalthea.model.moe import Routing
+from amalthea.model.moe import Routing, SharedExperts
 
-T = TypeVar("T")
 R = TypeVar("R")
-Travel = Generator[None, None, torch.Tensor]
+Travel = Generator[bool, None, R]
+"""Yields whether it is on the last leg of its way."""
 
 
-def run_in_turn(travels: Sequence[Generator[None, None, R]], beside: Callable[[], T]) -> tuple[list[R], T]:
-    """Advances all travels step by step, and calls `beside` once the first step of all is under way."""
+def run_in_turn(
+    travels: Sequence[Travel[R]],
+    *,
+    at_first: Callable[[], None] = lambda: None,
+    at_last: Callable[[], None] = lambda: None,
+) -> list[R]:
+    """Advances all travels step by step, and returns their results.
+
+    `at_first` is called once the first step of all is under way, `at_last` once all are on their last leg.
+    """
     results: dict[int, R] = {}
-    aside: list[T] = []
+    call_first = True
     while len(results) < len(travels):
+        are_last = []
         for number, travel in enumerate(travels):
             try:
-                next(travel)
+                are_last.append(next(travel))
             except StopIteration as end:
                 results[number] = end.value
-        if not aside:
-            aside.append(beside())
-    return [results[number] for number in range(len(travels))], aside[0]
+        if call_first:
+            at_first()
+        if are_last and all(are_last):
+            at_last()
+        call_first = False
+    return [results[number] for number in range(len(travels))]
 
 
 def chunk_sizes(num_tokens: int, num_chunks: int) -> list[int]:
@@ -45,7 +57,20 @@ def cut(x: torch.Tensor, routing: Routing, num_chunks: int) -> list[tuple[torch.
     return list(zip(x.split(sizes), routing.experts.split(sizes), routing.weights.split(sizes), strict=True))
 
 
-def join(chunks: Sequence[torch.Tensor], beside: torch.Tensor | None) -> torch.Tensor:
-    """The chunks' results one after the other, and what was computed beside them added: [T, D]."""
-    out = chunks[0] if len(chunks) == 1 else torch.cat(list(chunks))
-    return out if beside is None else out + beside
+def travel_with(travels: Sequence[Travel[torch.Tensor]], x: torch.Tensor, shared: SharedExperts | None) -> torch.Tensor:
+    """The chunks' results [T, D] one after the other, and added what the shared experts make of x [T, D] meanwhile.
+
+    All but their last product is computed while the first rows travel, and that while the last ones do.
+    """
+    downs: list[Callable[[], torch.Tensor]] = []
+    outs: list[torch.Tensor] = []
+    if shared is None:
+        done = run_in_turn(travels)
+    else:
+        done = run_in_turn(
+            travels,
+            at_first=lambda: downs.append(shared.inner(x)),
+            at_last=lambda: outs.append(downs[0]()),
+        )
+    out = done[0] if len(done) == 1 else torch.cat(done)
+    return out + outs[0] if outs else out
