@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from amalthea.core.tensors import local_tensor
 from amalthea.kernels.grouped import grouped_linear
 from amalthea.kernels.permute import sort_by_expert, sum_to_tokens, to_rows
+from amalthea.kernels.router import router_logits
 from amalthea.kernels.swiglu import swiglu, weighted_swiglu
 from amalthea.model.config import MoEConfig
 
@@ -49,8 +49,7 @@ class Router(nn.Module):
     def forward(self, x: torch.Tensor) -> Routing:
         """x [B, S, D]. Source: DeepSeek-V3 (arXiv 2412.19437) eq. 12-20; ST-MoE (arXiv 2202.08906) eq. 5."""
         config = self.config
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        logits = router_logits(x, self.weight)
         scores = logits.sigmoid()
         experts = (scores.detach() + self.bias).topk(config.top_k, dim=-1).indices
         weights = scores.gather(-1, experts)
