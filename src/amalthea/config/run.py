@@ -48,6 +48,8 @@ class RunConfig(Component):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["fp32", "bf16"] = "fp32"
     """`bf16` computes in bf16 on fp32 parameters."""
+    kernels: Literal["fused", "eager"] = "fused"
+    """On a GPU: `fused` compiles element-wise formulas, for which it needs Triton; `eager` runs torch's own kernels."""
     model: ModelConfig
     data: DataConfig
     train: TrainConfig

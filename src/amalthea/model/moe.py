@@ -84,6 +84,7 @@ class Experts(nn.Module):
         self.w_gate = nn.Parameter(torch.empty(shape))
         self.w_up = nn.Parameter(torch.empty(shape))
         self.w_down = nn.Parameter(torch.empty(shape[0], shape[2], shape[1]))
+        self.fuse = True
 
     def forward(self, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Shapes: rows [N, D] sorted by expert, weights fp32 [N], ends int32 [local experts]. Returns [N, D].
@@ -92,7 +93,7 @@ class Experts(nn.Module):
         """
         gate = grouped_linear(rows, local_tensor(self.w_gate), ends=ends)
         up = grouped_linear(rows, local_tensor(self.w_up), ends=ends)
-        hidden = weighted_swiglu(gate, up, weights.to(gate.dtype))
+        hidden = weighted_swiglu(gate, up, weights.to(gate.dtype), fuse=self.fuse)
         return grouped_linear(hidden, local_tensor(self.w_down), ends=ends)
 
 
@@ -127,9 +128,10 @@ class SwiGLU(nn.Module):
         self.w_gate = nn.Linear(hidden_size, inner_size, bias=False)
         self.w_up = nn.Linear(hidden_size, inner_size, bias=False)
         self.w_down = nn.Linear(inner_size, hidden_size, bias=False)
+        self.fuse = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w_down(swiglu(self.w_gate(x), self.w_up(x)))
+        return self.w_down(swiglu(self.w_gate(x), self.w_up(x), fuse=self.fuse))
 
 
 class MoE(nn.Module):
