@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gpu_products import gpu_products
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -169,3 +170,17 @@ def test_no_more_than_a_chunk_of_logits_exists(function: str, dtype: torch.dtype
     with LargestLogits() as seen:
         with_gradients(vocab_loss_plain, hidden, weight, labels)
     assert seen.elements == T * V, "the detector sees whole logits where they are"
+
+
+def test_a_gpu_sums_products_of_bf16_in_fp32() -> None:
+    """Its logits are not rounded to bf16, nor what a chunk adds to the weight's gradient."""
+    hidden, weight, labels = draw(torch.bfloat16)
+    exact = with_gradients(by_definition, hidden, weight, labels)
+    with gpu_products():
+        got = with_gradients(chunked(8), hidden, weight, labels)
+    rounded = with_gradients(chunked(8), hidden, weight, labels)
+    assert float(got[0]) == pytest.approx(float(exact[0]), rel=1e-6)
+    assert float(rounded[0]) != pytest.approx(float(exact[0]), rel=1e-5)
+    for mine, truth in zip(got[1:], exact[1:], strict=True):
+        assert mine.dtype == torch.bfloat16
+        torch.testing.assert_close(mine.double(), truth.double(), rtol=2e-2, atol=2e-2)

@@ -51,6 +51,8 @@ class RunConfig(Component):
     flash_attention: Literal["auto", "torch", "fa3"] = "auto"
     """Kernels of attention on a GPU: `torch` has the second version of FlashAttention built in; `fa3`, the third, needs
     a Hopper GPU and its own package. `auto` takes it where both are there. A plan takes `auto` for `torch`."""
+    kernels: Literal["fused", "eager"] = "fused"
+    """On a GPU: `fused` compiles element-wise formulas, for which it needs Triton; `eager` runs torch's own kernels."""
     model: ModelConfig
     data: DataConfig
     train: TrainConfig

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from amalthea.core.errors import ConfigError
 from amalthea.core.units import GIB
 from amalthea.kernels.device import on_host
+from amalthea.kernels.products import add_product_fp32, product_fp32, sums_in_fp32
 
 
 def chunk_tokens(*, budget_gib: float, vocab_size: int, dtype: torch.dtype) -> int:
@@ -122,7 +123,9 @@ class _VocabLoss(torch.autograd.Function):
 
 
 def _product(hidden: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    return torch.mm(hidden, weight.T, out=out) if out.dtype == weight.dtype else out.copy_(hidden @ weight.T)
+    if out.dtype == weight.dtype:
+        return torch.mm(hidden, weight.T, out=out)
+    return product_fp32(hidden, weight.T, out=out) if sums_in_fp32(hidden, weight) else out.copy_(hidden @ weight.T)
 
 
 def _losses_and_gradient(logits: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
@@ -150,5 +153,7 @@ def _has_values(tensor: torch.Tensor) -> bool:
 def _add_product(total: torch.Tensor, logits_grad: torch.Tensor, hidden: torch.Tensor) -> None:
     if logits_grad.dtype == total.dtype:
         total.addmm_(logits_grad.T, hidden)
+    elif sums_in_fp32(logits_grad, hidden):
+        add_product_fp32(total, logits_grad.T, hidden)
     else:
         total.add_(logits_grad.T @ hidden)

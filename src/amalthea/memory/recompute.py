@@ -38,7 +38,7 @@ _OPERATIONS: dict[Kept, tuple[Any, ...]] = {
         _aten._scaled_dot_product_cudnn_attention.default,
         varlen._varlen_attn._opoverload,
     ),
-    "projections": (_aten.mm.default, _aten.addmm.default, _aten.bmm.default),
+    "projections": (_aten.mm.default, _aten.mm.dtype, _aten.addmm.default, _aten.bmm.default),
     "experts": (_aten._grouped_mm.default,),
     "all_to_all": (),  # in place, so by a way of its own
 }

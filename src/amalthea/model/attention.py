@@ -32,6 +32,7 @@ class Rope(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim, self.theta = config.head_dim, config.rope_theta
+        self.fuse = True
         shape = (config.max_seq_len, config.head_dim // 2)
         self.register_buffer("cos", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.register_buffer("sin", torch.empty(shape, dtype=torch.float32), persistent=False)
@@ -50,7 +51,7 @@ class Rope(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Rotates x [B, S, H, d] by its positions 0 … S − 1."""
         seq_len = x.shape[1]
-        return rotate(x, self.cos[:seq_len], self.sin[:seq_len])
+        return rotate(x, self.cos[:seq_len], self.sin[:seq_len], fuse=self.fuse)
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from amalthea.core.tensors import local_tensor
 from amalthea.kernels.grouped import grouped_linear
 from amalthea.kernels.permute import sort_by_expert, sum_to_tokens, to_rows
+from amalthea.kernels.router import router_logits
 from amalthea.kernels.saved import Held, held_linear, hold
 from amalthea.kernels.swiglu import swiglu, weighted_swiglu
 from amalthea.model.config import MoEConfig
@@ -50,8 +50,7 @@ class Router(nn.Module):
     def forward(self, x: torch.Tensor) -> Routing:
         """x [B, S, D]. Source: DeepSeek-V3 (arXiv 2412.19437) eq. 12-20; ST-MoE (arXiv 2202.08906) eq. 5."""
         config = self.config
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        logits = router_logits(x, self.weight)
         scores = logits.sigmoid()
         experts = (scores.detach() + self.bias).topk(config.top_k, dim=-1).indices
         weights = scores.gather(-1, experts)
@@ -86,6 +85,7 @@ class Experts(nn.Module):
         self.w_gate = nn.Parameter(torch.empty(shape))
         self.w_up = nn.Parameter(torch.empty(shape))
         self.w_down = nn.Parameter(torch.empty(shape[0], shape[2], shape[1]))
+        self.fuse = True
 
     def inner(
         self, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, *, also: Sequence[torch.Tensor] = ()
@@ -97,7 +97,7 @@ class Experts(nn.Module):
         """
         gate = grouped_linear(rows, local_tensor(self.w_gate), ends=ends)
         up = grouped_linear(rows, local_tensor(self.w_up), ends=ends)
-        hidden = weighted_swiglu(gate, up, weights.to(gate.dtype))
+        hidden = weighted_swiglu(gate, up, weights.to(gate.dtype), fuse=self.fuse)
         (hidden, weight), held = hold((hidden, local_tensor(self.w_down)), (ends, *also))
         return Inner(hidden, weight, ends, held)
 
@@ -173,10 +173,11 @@ class SwiGLU(nn.Module):
         self.w_gate = nn.Linear(hidden_size, inner_size, bias=False)
         self.w_up = nn.Linear(hidden_size, inner_size, bias=False)
         self.w_down = nn.Linear(inner_size, hidden_size, bias=False)
+        self.fuse = True
 
     def inner(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         """All but the last product of x [T, D]; what is returned makes it, [T, D], and needs nothing saved."""
-        hidden = swiglu(self.w_gate(x), self.w_up(x))
+        hidden = swiglu(self.w_gate(x), self.w_up(x), fuse=self.fuse)
         (hidden, weight), held = hold((hidden, self.w_down.weight))
         return lambda: held_linear(hidden, weight, held)
 

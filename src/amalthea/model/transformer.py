@@ -18,7 +18,7 @@ from amalthea.kernels.vocab_loss import token_losses, vocab_loss_sum
 from amalthea.model.attention import Rope
 from amalthea.model.blocks import Block, BlockGroup, join_layers
 from amalthea.model.config import ModelConfig
-from amalthea.model.moe import MoE
+from amalthea.model.moe import Experts, MoE, SwiGLU
 from amalthea.model.norm import RMSNorm
 
 
@@ -105,6 +105,12 @@ class Transformer(nn.Module):
     def moe_layers(self) -> list[MoE]:
         """The mixture-of-experts modules in order of layers, one for each row of `ModelOutput.counts`."""
         return [block.moe for block in self.blocks if block.moe is not None]
+
+    def set_fused(self, enabled: bool) -> None:
+        """Whether compiled kernels run on a GPU, as they do by default, or torch's own."""
+        for module in self.modules():
+            if isinstance(module, (Rope, Experts, SwiGLU)):
+                module.fuse = enabled
 
     # Names are `blocks.LAYER.…` however blocks are grouped: weights, seeds and checkpoints do not depend on it.
 

@@ -13,6 +13,7 @@ from amalthea.config.run import RunConfig
 from amalthea.core.tensors import DTYPES
 from amalthea.core.world import World
 from amalthea.flexshard.layout import Grid
+from amalthea.kernels.fused import check_compiler
 from amalthea.kernels.vocab_loss import chunk_tokens
 from amalthea.memory.copies import Copies, copies_for
 from amalthea.memory.offload import OffloadPlan, apply_offload, host_bytes_of_rank, plan_offload
@@ -68,8 +69,12 @@ def build(
     `copies` moves boundaries and state to the host and back, by default the device's own engine; `host_bytes` is the
     host memory that one rank may take for them, by default its share of what is free.
     Communication: process groups of the mesh, and a comparison of plans. Memory: this rank's parameters and optimizer
-    state. Raises PlacementError where ranks planned differently.
+    state. Raises PlacementError where ranks planned differently, and ConfigError where fused kernels are asked of a GPU
+    for which this machine cannot compile.
     """
+    device = torch.device(world.torch_device)
+    if config.kernels == "fused" and device.type == "cuda":
+        check_compiler(device)
     mesh = build_mesh(
         world,
         dp_replicate=resolved.dp_replicate,
@@ -87,6 +92,7 @@ def build(
             vocab_size=config.model.vocab_size,
             dtype=DTYPES[config.precision],
         )
+    model.set_fused(config.kernels == "fused")
     for block in model.blocks:
         block.attn.track_max_logits = config.optim.qk_clip is not None
     for group in model.groups:
@@ -100,7 +106,7 @@ def build(
     if config.memory.recompute != "none":
         apply_recompute(model, keep=config.memory.keep if config.memory.recompute == "selective" else ())
     offload = None
-    copies = copies or copies_for(torch.device(world.torch_device))
+    copies = copies or copies_for(device)
     if host_bytes is None:
         host_bytes = host_bytes_of_rank(world)
     if config.memory.offload:
@@ -119,11 +125,11 @@ def build(
         )
         set_unshard_async_op(model, enabled=config.memory.unshard_async_op)
 
-    model.to_empty(device=world.torch_device)
+    model.to_empty(device=device)
     initialize(model, seed=config.seed, part_of=local_part)
     rest = None
     if config.memory.offload_optimizer:
-        rest = HostState(copies, device=torch.device(world.torch_device), host_bytes=host_bytes)
+        rest = HostState(copies, device=device, host_bytes=host_bytes)
     optimizers = build_optimizers(config, mesh, model, rest)
     optimizers.check_same_plan()
     return Run(config, resolved, world, mesh, model, optimizers, offload)

@@ -91,6 +91,9 @@ def cost(op: Operation, args: Any, kwargs: Any, out: Any, *, pairs: Callable[[in
     flops = 0.0 if formula is None else formula(args, pairs)
     results = list(tensors(out))
     dtype = next((t.dtype for t in (*results, *_inputs(args)) if t.is_floating_point()), None)
+    if formula is not None:
+        # What is multiplied sets the speed; sums, and an attention's log-sum-exp, may be wider.
+        dtype = min((t.dtype for t in _inputs(args) if t.is_floating_point()), key=lambda dtype: dtype.itemsize)
     return Cost(flops, _bytes(op, args, kwargs, results), "other" if dtype is None else str(dtype)[6:])
 
 
@@ -110,9 +113,11 @@ def _bytes(op: Operation, args: Any, kwargs: Any, results: list[torch.Tensor]) -
         return 2 * sum(map(_size, tensors(args[0])))
     changed = [t for i in op.written if i < len(args) for t in tensors(args[i])]
     outs = [t for name in op.written_keywords for t in tensors(kwargs.get(name))]
-    changed_ids = {id(t) for t in (*changed, *outs)}
-    read = sum(_size(t) for t in (*_inputs(args), *_inputs(kwargs.values())) if id(t) not in changed_ids)
+    changed_ids = {id(t) for t in changed}
+    given = (*args, *(value for name, value in kwargs.items() if name not in op.written_keywords))
+    read = sum(_size(t) for t in _inputs(given) if id(t) not in changed_ids)
     written = sum(map(_size, changed)) * (1 if op.only_written else 2) + sum(map(_size, outs))
+    changed_ids |= {id(t) for t in outs}
     return read + written + sum(_size(t) for t in results if id(t) not in changed_ids)
 
 
