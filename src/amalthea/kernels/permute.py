@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from amalthea.kernels.device import on_host
+from amalthea.kernels.device import on_gpu, on_host
+from amalthea.kernels.fused import fused
 from amalthea.kernels.saved import Held
 
 
@@ -43,6 +44,17 @@ def to_rows(tokens: torch.Tensor, *, order: torch.Tensor, place: torch.Tensor) -
     return _ToRows.apply(tokens, order, place)  # type: ignore[no-any-return]
 
 
+def to_rows_twice(
+    tokens: torch.Tensor, *, order: torch.Tensor, place: torch.Tensor, fuse: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`to_rows` for two uses: the same rows [N, D], named twice.
+
+    Their two gradients are then added on the way back to tokens and not before it; on a GPU, unless `fuse` is off, in
+    the kernel that reads them.
+    """
+    return _ToRowsTwice.apply(tokens, order, place, fuse)  # type: ignore[no-any-return]
+
+
 def sum_to_tokens(
     rows: torch.Tensor, *, order: torch.Tensor, place: torch.Tensor, top_k: int, held: Held | None = None
 ) -> torch.Tensor:
@@ -65,6 +77,31 @@ class _ToRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (place,) = ctx.saved_tensors
         return _gather_sum(grads[0], place, ctx.top_k), None, None
+
+
+class _ToRowsTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, order: torch.Tensor, place: torch.Tensor, fuse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.top_k, ctx.fuse = order.numel() // tokens.shape[0] if len(tokens) else 1, fuse and on_gpu(tokens)
+        ctx.save_for_backward(place)
+        rows = _spread(tokens, order, ctx.top_k)
+        return rows, rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (place,) = ctx.saved_tensors
+        first, second = grads
+        if ctx.fuse and ctx.top_k == 1:
+            return _rows_of_both(first, second, place), None, None, None
+        return _gather_sum(first + second, place, ctx.top_k), None, None, None
+
+
+@fused
+def _rows_of_both(first: torch.Tensor, second: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Row `place[n]` of both [N, D], added."""
+    return first.index_select(0, place) + second.index_select(0, place)
 
 
 class _SumToTokens(torch.autograd.Function):

@@ -54,7 +54,7 @@ class Rope(nn.Module):
         return rotate(x, self.cos[:seq_len], self.sin[:seq_len], fuse=self.fuse)
 
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Documents], tuple[torch.Tensor, torch.Tensor]]
 """Queries [B, S, H, d], keys and values [B, S, G, d] of whole sequences → [B, S, H, d], largest logits [H] or [0]."""
 
 
@@ -62,11 +62,11 @@ class Exchange(Protocol):
     """Whole sequences for attention, where each rank holds a part of their positions."""
 
     def around(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attend
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What `attend` would return for whole sequences: this rank's positions of it, and the logits of all heads.
 
-        `attend` is given some heads of all positions, in one call or several.
+        `attend` is given some heads of all positions, of all sequences or of one, with their documents.
         """
         ...
 
@@ -102,7 +102,9 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
 
-        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def attend(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             query, key = rope(query), rope(key)
             out = attention(query, key, value, documents=documents)
             if self.track_max_logits:
@@ -110,5 +112,5 @@ class Attention(nn.Module):
             return out, torch.empty(0, dtype=torch.float32, device=x.device)
 
         around = attend if self.exchange is None else partial(self.exchange.around, attend=attend)
-        out, largest = around(query, key, value)
+        out, largest = around(query, key, value, documents)
         return self.wo(out.flatten(-2)), largest

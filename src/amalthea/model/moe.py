@@ -18,7 +18,7 @@ from torch import nn
 
 from amalthea.core.tensors import local_tensor
 from amalthea.kernels.grouped import grouped_linear
-from amalthea.kernels.permute import sort_by_expert, sum_to_tokens, to_rows
+from amalthea.kernels.permute import sort_by_expert, sum_to_tokens, to_rows, to_rows_twice
 from amalthea.kernels.router import router_logits
 from amalthea.kernels.saved import Held, held_linear, hold
 from amalthea.kernels.swiglu import swiglu, weighted_swiglu
@@ -76,6 +76,10 @@ class Router(nn.Module):
         return torch.stack((balance, z_loss))
 
 
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""The same rows for two products, whose gradients `to_rows_twice` adds on their way back."""
+
+
 class Experts(nn.Module):
     """A stack of SwiGLU experts. Under expert parallelism it holds this rank's experts."""
 
@@ -88,22 +92,22 @@ class Experts(nn.Module):
         self.fuse = True
 
     def inner(
-        self, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, *, also: Sequence[torch.Tensor] = ()
+        self, rows: Rows, weights: torch.Tensor, ends: torch.Tensor, *, also: Sequence[torch.Tensor] = ()
     ) -> Inner:
-        """All but the last product: rows [N, D] sorted by expert, weights fp32 [N], ends int32 [local experts].
+        """All but the last product: rows [N, D] sorted by expert, named twice, weights fp32 [N], ends int32 [experts].
 
         The routing weight is applied to the hidden activation: the same product, on F instead of D columns. Holds what
         `down` needs, and `also`, so that recompute can end here.
         """
-        gate = grouped_linear(rows, local_tensor(self.w_gate), ends=ends)
-        up = grouped_linear(rows, local_tensor(self.w_up), ends=ends)
+        gate = grouped_linear(rows[0], local_tensor(self.w_gate), ends=ends)
+        up = grouped_linear(rows[1], local_tensor(self.w_up), ends=ends)
         hidden = weighted_swiglu(gate, up, weights.to(gate.dtype), fuse=self.fuse)
         (hidden, weight), held = hold((hidden, local_tensor(self.w_down)), (ends, *also))
         return Inner(hidden, weight, ends, held)
 
     def forward(self, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Shapes as in `inner`; returns [N, D]."""
-        return self.inner(rows, weights, ends).down()
+        return self.inner((rows, rows), weights, ends).down()
 
 
 class Inner(NamedTuple):
@@ -157,7 +161,7 @@ class LocalDispatcher:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         shared_down = None if shared is None else shared.inner(x)
         order, place, counts = sort_by_expert(routing.experts, self.num_experts)
-        rows = to_rows(x, order=order, place=place)
+        rows = to_rows_twice(x, order=order, place=place, fuse=experts.fuse)
         weights = to_rows(routing.weights.reshape(-1, 1), order=order, place=place)[:, 0]
         inner = experts.inner(rows, weights, counts.cumsum(0).to(torch.int32), also=(order,))
         top_k = routing.experts.shape[1]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from amalthea.kernels.attention import Documents
 from amalthea.model.attention import Attend
 from amalthea.model.transformer import Transformer
 from amalthea.parallel.all_to_all import Trip
@@ -33,9 +34,10 @@ def apply_context_parallel(model: Transformer, mesh: DeviceMesh) -> None:
 class HeadExchange:
     """Positions for heads, and back.
 
-    Heads go in two halves where they can, so that one travels while the other is attended to: the same numbers.
-    Communication, over `group`: for each half one all-to-all to heads (queries, keys and values together) and one back;
-    the same again in backward. Memory: what is sent and what is received. Source: DeepSpeed-Ulysses (arXiv 2309.14509).
+    Sequences go one by one, or where there is one its heads in two halves, so that one part travels while another is
+    attended to: the same numbers. Communication, over `group`: for each part one all-to-all to heads (queries, keys and
+    values together) and one back; the same again in backward. Memory: what is sent and what is received. Source:
+    DeepSpeed-Ulysses (arXiv 2309.14509).
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -43,35 +45,44 @@ class HeadExchange:
         self.num_ranks, self.rank = group.size(), group.rank()
 
     def around(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attend
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Shapes: query [B, S/P, H, d], key and value [B, S/P, G, d] → [B, S/P, H, d] and the logits of all heads.
 
-        `attend` gets [B, S, h, d] and [B, S, g, d] twice, of h = H/P and g = G/P heads or half of them. Fewer key/value
-        heads than ranks are repeated first: each rank needs the one that its queries share.
+        `attend` gets [b, S, h, d] and [b, S, g, d] twice: of one sequence all h = H/P and g = G/P heads, or half of
+        them. Fewer key/value heads than ranks are repeated first: each rank needs the one that its queries share.
         """
         repeats = max(1, self.num_ranks // key.shape[2])
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, dim=2), value.repeat_interleave(repeats, dim=2)
         # [P, B, S/P, heads, d]: the heads of one rank lie together.
-        parts = [tensor.unflatten(2, (self.num_ranks, -1)).movedim(2, 0) for tensor in (query, key, value)]
-        halves = 1 if parts[1].shape[3] % 2 else 2
-        chunks = zip(*(part.chunk(halves, dim=3) for part in parts), strict=True)
-        done = run_in_turn([self._travel(chunk, attend) for chunk in chunks])
+        whole = [tensor.unflatten(2, (self.num_ranks, -1)).movedim(2, 0) for tensor in (query, key, value)]
+        by_sequence = len(query) > 1
+        if by_sequence:
+            parts = zip(*(tensor.split(1, dim=1) for tensor in whole), strict=True)
+            of_parts = documents.split(1)
+        else:
+            halves = 1 if whole[1].shape[3] % 2 else 2
+            parts = zip(*(tensor.chunk(halves, dim=3) for tensor in whole), strict=True)
+            of_parts = (documents,) * halves
+        done = run_in_turn([self._travel(*part, attend) for part in zip(parts, of_parts, strict=True)])
         # [B, S/P, P, heads, d]
-        out = torch.cat([received.movedim(0, 2) for received, _ in done], dim=3)
-        largest = torch.cat([logits for _, logits in done])
+        out = torch.cat([received.movedim(0, 2) for received, _ in done], dim=0 if by_sequence else 3)
+        logits = [found for _, found in done]
+        largest = torch.stack(logits).amax(dim=0) if by_sequence and logits[0].numel() else torch.cat(logits)
         return out.flatten(2, 3), self._all_heads(largest) if largest.numel() else largest
 
-    def _travel(self, parts: Sequence[torch.Tensor], attend: Attend) -> Travel[tuple[torch.Tensor, torch.Tensor]]:
-        """Queries, keys and values [P, B, S/P, heads, d] → [P, B, S/P, heads, d], and the logits of these heads."""
+    def _travel(
+        self, parts: Sequence[torch.Tensor], documents: Documents, attend: Attend
+    ) -> Travel[tuple[torch.Tensor, torch.Tensor]]:
+        """Queries, keys and values [P, b, S/P, heads, d] → [P, b, S/P, heads, d], and the logits of these heads."""
         there, back = self._trip(), self._trip()
         buffer = there.depart(torch.cat(list(parts), dim=3))
         yield False
         received = there.arrive(buffer)
         sizes = [part.shape[3] for part in parts]
         query, key, value = received.movedim(0, 1).flatten(1, 2).split(sizes, dim=2)
-        attended, logits = attend(query, key, value)
+        attended, logits = attend(query, key, value, documents)
         buffer = back.depart(attended.unflatten(1, (self.num_ranks, -1)).movedim(1, 0))
         yield True
         return back.arrive(buffer), logits

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from amalthea.kernels.permute import sort_by_expert, sum_to_tokens, to_rows
+from amalthea.kernels.permute import sort_by_expert, sum_to_tokens, to_rows, to_rows_twice
 from amalthea.kernels.saved import Held, last_of_block
 from amalthea.model.moe import Experts, Inner, Routing, SharedExperts
 from amalthea.model.transformer import Transformer
@@ -123,7 +123,7 @@ class Visit:
         expert = torch.arange(num_local, device=rows.device).repeat(num_senders)
         expert = torch.repeat_interleave(expert, received.flatten(), output_size=rows.shape[0])
         self._order, self._place, counts = sort_by_expert(expert[:, None], num_local)
-        sorted_rows = to_rows(rows, order=self._order, place=self._place)
+        sorted_rows = to_rows_twice(rows, order=self._order, place=self._place, fuse=experts.fuse)
         sorted_weights = to_rows(weights, order=self._order, place=self._place)[:, 0]
         ends = counts.cumsum(0).to(torch.int32)
         self._inner: Inner | None = experts.inner(sorted_rows, sorted_weights, ends, also=(self._order, *also))

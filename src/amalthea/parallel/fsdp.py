@@ -50,8 +50,11 @@ def apply_fsdp(
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
 
-    for group in model.groups:
+    *groups, last = model.groups
+    for group in groups:
         shard(group, reshard=reshard_after_forward)
+    # Backward begins with it: freed, it would be gathered again at once, with nothing to compute meanwhile.
+    shard(last, reshard=False)
     if not model.config.tie_embeddings:
         shard(model.embed, reshard=reshard_after_forward)
         # The head's gradients come right after its forward: keep it.
