@@ -6,6 +6,7 @@ Shape legend: N rows, F hidden features; B sequences, S positions, H heads, d he
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from support.tiny import SEQ_LEN, SEQUENCES, tiny_config
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
+from amalthea.config.check import resolve
 from amalthea.core.errors import ConfigError
+from amalthea.core.world import World
 from amalthea.kernels import fused, rope, swiglu
 from amalthea.kernels.device import as_on_gpu
 from amalthea.kernels.fused import check_compiler
@@ -29,6 +32,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 TOLERANCES = {BF16: 2**-8, FP32: 2e-6}
 """Relative: one rounding of bf16 at the end, a few of fp32."""
 F, D = 43, 14
+EXPERTS = 24
 
 
 @pytest.fixture
@@ -145,8 +149,9 @@ def test_gradients_are_those_of_the_formulas(leading: tuple[int, ...]) -> None:
             assert torch.autograd.gradcheck(swiglu.weighted_swiglu, (gate, up, weights))
 
 
+@cache
 def traced(**overrides: Any) -> Trace:
-    config = tiny_config(precision="bf16", train__microbatch_sequences=4, **overrides)
+    config = tiny_config(precision="bf16", train__microbatch_sequences=4, model__moe__num_experts=EXPERTS, **overrides)
     return trace_step(config, rank=0, world_size=1, build=build, train_step=train_step, keep_calls=True)
 
 
@@ -176,15 +181,15 @@ def test_a_traced_step_holds_one_kernel_for_each() -> None:
 
 
 def test_a_traced_router_multiplies_bf16() -> None:
-    trace = traced(model__moe__num_experts=24)
-    forward = 2.0 * 4 * SEQ_LEN * 32 * 24
+    trace = traced()
+    forward = 2.0 * 4 * SEQ_LEN * 32 * EXPERTS
     found = [kernel for kernel in kernels(trace, "mm") if kernel.flops in (forward, 2 * forward)]
     assert {kernel.dtype for kernel in found} == {"bfloat16"}
     assert [kernel.flops for kernel in found].count(2 * forward) == 2 * 2 * 2, "two parts of each gradient"
 
 
 def test_a_kept_router_product_is_not_run_again() -> None:
-    trace = traced(memory__recompute="selective", memory__keep=["projections"])
+    trace = traced(memory__recompute="selective", memory__keep=("projections",))
     phase = Phase("")
     products: list[str] = []
     for event in trace.events:
@@ -221,3 +226,14 @@ def test_a_machine_that_cannot_compile_is_told_before_the_run(monkeypatch: pytes
     monkeypatch.setattr(fused.torch, "compile", fails)
     with pytest.raises(ConfigError, match=r"for cpu \(Cannot find a working triton installation\.\).*kernels=eager"):
         check_compiler(torch.device("cpu"))
+
+
+def test_a_run_on_a_gpu_asks_for_a_compiler_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: torch.device) -> None:
+        raise ConfigError(f"none for {device}")
+
+    monkeypatch.setattr("amalthea.train.build.check_compiler", fails)
+    config = tiny_config(device="cuda")
+    world = World(rank=0, size=1, local_rank=0, local_size=1, device="cuda")
+    with pytest.raises(ConfigError, match="none for cuda:0"):
+        build(config, resolve(config, world_size=1), world)
