@@ -29,6 +29,7 @@ import torch.distributed as dist
 from amalthea.config.check import resolve
 from amalthea.config.run import RunConfig
 from amalthea.core.libc import keep_freed_memory
+from amalthea.core.tensors import local_tensor
 from amalthea.core.world import World
 from amalthea.data.batch import Batch
 from amalthea.memory.estimate import kept_activations
@@ -66,6 +67,8 @@ LEVERS: dict[str, dict[str, Any]] = {
     "breadth first, k = 2": {"recompute": "block", "sequences_per_gather": 2},
     "breadth first, k = 4": {"recompute": "block", "sequences_per_gather": 4},
     "optimizer offload": {"offload_optimizer": True},
+    "parameter offload": {"offload_parameters": True},
+    "parameter and optimizer offload": {"offload_optimizer": True, "offload_parameters": True},
 }
 
 
@@ -150,11 +153,13 @@ def one_step(run: Run, size: Size, number: int) -> float:
 
 
 def host_bytes(run: Run) -> int:
-    """Memory of boundaries and optimizer state that rest on the host."""
-    boundaries = 0 if run.offload is None else run.offload.arena_bytes
-    if run.optimizers.rest is None:
-        return boundaries
-    return boundaries + sum(t.numel() * t.element_size() for t in run.optimizers.named_state().values())
+    """Memory of what rests on the host: boundaries, optimizer state, parameters and their gradients."""
+    memory, total = run.config.memory, 0 if run.offload is None else run.offload.arena_bytes
+    if memory.offload_optimizer:
+        total += sum(t.numel() * t.element_size() for t in run.optimizers.named_state().values())
+    if memory.offload_parameters:
+        total += 2 * sum(local_tensor(p.data).nbytes for p in run.model.parameters())
+    return total
 
 
 def timed(run: Run, size: Size, number: int) -> float:

@@ -106,7 +106,7 @@ class HostState:
             here = _views(torch.zeros(elements, dtype=dtype, device=self.device), shapes)
             return Resting(lambda: here, rests=False)
         self._resting_bytes += elements * dtype.itemsize
-        check_host_bytes("memory.offload_optimizer", self._resting_bytes, self._host_bytes, or_more=True)
+        check_host_bytes("memory.offload_optimizer", self._resting_bytes, self._host_bytes)
         tensors = _views(self.copies.host_buffer(elements, dtype).zero_(), shapes)
         return Resting(lambda: tensors)
 
@@ -213,12 +213,11 @@ class HostState:
         return tuple(here)
 
 
-def check_host_bytes(setting: str, needed_bytes: int, host_bytes: int, *, or_more: bool = False) -> None:
-    """Raises ConfigError where a rank has less free host memory than a setting needs."""
+def check_host_bytes(setting: str, needed_bytes: int, host_bytes: int) -> None:
+    """Raises ConfigError where a rank has less free host memory than a setting needs at least."""
     if needed_bytes > host_bytes:
-        more = " or more" if or_more else ""
         raise ConfigError(
-            f"{setting} needs {format_bytes(needed_bytes)} of host memory per rank{more}, and "
+            f"{setting} needs {format_bytes(needed_bytes)} of host memory per rank or more, and "
             f"{format_bytes(host_bytes)} is free; set {setting}=false, lower memory.offload_budget_gib, "
             "or take more ranks"
         )

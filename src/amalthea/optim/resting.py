@@ -164,9 +164,9 @@ class RestingAdamW(torch.optim.AdamW):
     def _update(
         self,
         bucket: _Bucket,
-        weights: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
-        moments: Sequence[torch.Tensor],
+        weights: tuple[torch.Tensor, ...],
+        gradients: tuple[torch.Tensor, ...],
+        moments: tuple[torch.Tensor, ...],
     ) -> None:
         """As `torch.optim.AdamW` does: members without a gradient stay as they are."""
         if self.grad_factor is not None:
