@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from amalthea.config.check import resolve
 from amalthea.config.run import RunConfig
@@ -109,12 +110,20 @@ def measure(lever: str, size: Size, *, device: str, steps: int) -> Row:
     if tracker is not None:
         tracker.__exit__(None, None, None)
     estimate = kept_activations(config.model, config.memory, pass_tokens=size.seq_len)
-    row.estimated_bytes = estimate.device_bytes
+    row.estimated_bytes = estimate.device_bytes + still_gathered(run)
     row.host_bytes = host_bytes(run)
     row.step_s = statistics.median(timed(run, size, 2 + number) for number in range(steps))
     if device == "cuda":
         row.overlap = overlap(run, size, 2 + steps)
     return row
+
+
+def still_gathered(run: Run) -> int:
+    """Bytes of the parameters that FSDP2, where there is any, gathers once for forward and backward."""
+    if not isinstance(run.model, FSDPModule):
+        return 0
+    once = (run.model.norm, run.model.head)
+    return sum(parameter.numel() * 4 for module in once for parameter in module.parameters())
 
 
 @contextmanager

@@ -34,6 +34,10 @@ _CHANGES: tuple[tuple[str, ...], ...] = (
         "memory.offload_optimizer=true",
         "optim.muon.momentum_dtype=bf16",
     ),
+)
+"""Changes that save memory, the cheapest in time first."""
+
+_LAST_CHANGES: tuple[tuple[str, ...], ...] = (
     ("memory.offload_parameters=true",),
     ("memory.offload_parameters=true", "memory.offload_optimizer=true"),
     (
@@ -43,7 +47,7 @@ _CHANGES: tuple[tuple[str, ...], ...] = (
         "memory.offload_parameters=true",
     ),
 )
-"""Changes that save memory, the cheapest in time first."""
+"""What moves most, for when nothing else helps."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ def remedies_that_fit(
     """
     tokens = resolved.pass_tokens(config.data.seq_len)
     found: list[tuple[str, ...]] = []
-    for overrides in (*_CHANGES, *_replica_changes(resolved), *_context_changes(config, resolved)):
+    for overrides in (*_CHANGES, *_replica_changes(resolved), *_context_changes(config, resolved), *_LAST_CHANGES):
         changed = _changed(config, resolved, overrides)
         if changed is None:
             continue
