@@ -41,8 +41,16 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
             "model__qk_norm": False,
         },
     ),
-    "muon, bf16": (2, {**MUON, "precision": "bf16", "optim__muon__momentum_dtype": "bf16"}),
-    "muon, accumulating": (2, {**MUON, "train__microbatch_sequences": 1, "model__tie_embeddings": True}),
+    "muon, bf16, accumulating": (
+        2,
+        {
+            **MUON,
+            "precision": "bf16",
+            "optim__muon__momentum_dtype": "bf16",
+            "train__microbatch_sequences": 1,
+            "model__tie_embeddings": True,
+        },
+    ),
     "muon, ep2": (4, {**MUON, "parallel__ep": 2}),
     "muon, owning, ep2": (4, {**MUON, **REPLICAS, "parallel__ep": 2}),
     "adamw, repeated": (4, {**REPLICAS, "optim__replicas": "repeated"}),

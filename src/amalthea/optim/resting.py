@@ -169,7 +169,7 @@ class RestingAdamW(torch.optim.AdamW):
         moments: tuple[torch.Tensor, ...],
     ) -> None:
         """As `torch.optim.AdamW` does: members without a gradient stay as they are."""
-        if self.grad_factor is not None:
+        if self.grad_factor is not None and gradients:
             torch._foreach_mul_(gradients, self.grad_factor)
         moved = [i for i, member in enumerate(bucket.members) if member.grad is not None]
         firsts, seconds = _halves(moments)
