@@ -25,10 +25,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from amalthea.config.check import resolve
 from amalthea.config.run import RunConfig
 from amalthea.core.libc import keep_freed_memory
+from amalthea.core.tensors import local_tensor
 from amalthea.core.world import World
 from amalthea.data.batch import Batch
 from amalthea.memory.estimate import kept_activations
@@ -66,6 +68,8 @@ LEVERS: dict[str, dict[str, Any]] = {
     "breadth first, k = 2": {"recompute": "block", "sequences_per_gather": 2},
     "breadth first, k = 4": {"recompute": "block", "sequences_per_gather": 4},
     "optimizer offload": {"offload_optimizer": True},
+    "parameter offload": {"offload_parameters": True},
+    "parameter and optimizer offload": {"offload_optimizer": True, "offload_parameters": True},
 }
 
 
@@ -106,12 +110,20 @@ def measure(lever: str, size: Size, *, device: str, steps: int) -> Row:
     if tracker is not None:
         tracker.__exit__(None, None, None)
     estimate = kept_activations(config.model, config.memory, pass_tokens=size.seq_len)
-    row.estimated_bytes = estimate.device_bytes
+    row.estimated_bytes = estimate.device_bytes + still_gathered(run)
     row.host_bytes = host_bytes(run)
     row.step_s = statistics.median(timed(run, size, 2 + number) for number in range(steps))
     if device == "cuda":
         row.overlap = overlap(run, size, 2 + steps)
     return row
+
+
+def still_gathered(run: Run) -> int:
+    """Bytes of the parameters that FSDP2, where there is any, gathers once for forward and backward."""
+    if not isinstance(run.model, FSDPModule):
+        return 0
+    once = (run.model.norm, run.model.head)
+    return sum(parameter.numel() * 4 for module in once for parameter in module.parameters())
 
 
 @contextmanager
@@ -150,11 +162,13 @@ def one_step(run: Run, size: Size, number: int) -> float:
 
 
 def host_bytes(run: Run) -> int:
-    """Memory of boundaries and optimizer state that rest on the host."""
-    boundaries = 0 if run.offload is None else run.offload.arena_bytes
-    if run.optimizers.rest is None:
-        return boundaries
-    return boundaries + sum(t.numel() * t.element_size() for t in run.optimizers.named_state().values())
+    """Memory of what rests on the host: boundaries, optimizer state, parameters and their gradients."""
+    memory, total = run.config.memory, 0 if run.offload is None else run.offload.arena_bytes
+    if memory.offload_optimizer:
+        total += sum(t.numel() * t.element_size() for t in run.optimizers.named_state().values())
+    if memory.offload_parameters:
+        total += 2 * sum(local_tensor(p.data).nbytes for p in run.model.parameters())
+    return total
 
 
 def timed(run: Run, size: Size, number: int) -> float:

@@ -6,7 +6,8 @@ NaN:
 
 - the target of a copy, when the copy is asked for;
 - the source of a copy to the host, when the copy has been waited for;
-- the source of a copy to the device (a slot of the arena), likewise.
+- the source of a copy to the device (a slot of the arena), likewise, unless what rests there is read again
+  (`host_is_kept`).
 
 A source that nobody holds when its copy begins is gone, as it would be on a GPU where another tensor takes its memory.
 """
@@ -51,14 +52,16 @@ class Copy:
     source: Region
     asked_for: threading.Event
     """Set once somebody waits for the copy."""
+    is_back: bool = False
+    """To the device."""
 
 
 class StressedCopies:
     """One thread for each direction, in order as on a stream. `max_delay_s` none: each copy as late as can be, when it,
     or one behind it, is waited for. `num_copies` counts; `close` ends the threads."""
 
-    def __init__(self, *, seed: int, max_delay_s: float | None = 0.002) -> None:
-        self.num_copies = 0
+    def __init__(self, *, seed: int, max_delay_s: float | None = 0.002, host_is_kept: bool = False) -> None:
+        self.num_copies, self._host_is_kept = 0, host_is_kept
         self._under_way: dict[ThreadPoolExecutor, list[Copy]] = {}
         self._random, self._max_delay_s = random.Random(seed), max_delay_s
         self._out, self._back = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
@@ -82,7 +85,8 @@ class StressedCopies:
                     earlier.asked_for.set()
                 del lane[: lane.index(copy) + 1]
         copy.done.result()
-        copy.source.poison()
+        if not (copy.is_back and self._host_is_kept):
+            copy.source.poison()
 
     def close(self) -> None:
         for lane, copies in self._under_way.items():
@@ -96,7 +100,8 @@ class StressedCopies:
         target.fill_(float("nan"))
         delay_s = None if self._max_delay_s is None else self._random.uniform(0, self._max_delay_s)
         asked_for = threading.Event()
-        copy = Copy(lane.submit(_late_copy, region, target, asked_for, delay_s), region, asked_for)
+        done = lane.submit(_late_copy, region, target, asked_for, delay_s)
+        copy = Copy(done, region, asked_for, is_back=lane is self._back)
         self._under_way.setdefault(lane, []).append(copy)
         return Ticket(copy)
 
@@ -104,8 +109,8 @@ class StressedCopies:
 class ForgetsToWait(StressedCopies):
     """What a missing wait in the engine amounts to; `lane` is `to_host` or `to_device`."""
 
-    def __init__(self, *, lane: str) -> None:
-        super().__init__(seed=0, max_delay_s=None)
+    def __init__(self, *, lane: str, host_is_kept: bool = False) -> None:
+        super().__init__(seed=0, max_delay_s=None, host_is_kept=host_is_kept)
         self._forgotten: Callable[..., Ticket] = getattr(self, lane)
         self._unawaited: list[Ticket] = []
         setattr(self, lane, self._remember)

@@ -138,7 +138,7 @@ def test_from_the_second_step_on_a_batch_comes_while_the_one_before_is_at_work()
     def step() -> list[str]:
         copies.log.clear()
         for batch in batches:
-            with state.at_hand(batch) as (tensor,):
+            with state.at_hand(batch) as ((tensor,),):
                 copies.log.append("work")
                 tensor += 1
         return copies.log

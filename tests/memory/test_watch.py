@@ -13,11 +13,19 @@ from support.ranks import RankError, run_ranks
 from support.tiny import tiny_batch, tiny_config
 
 from amalthea.config.check import resolve
+from amalthea.core.pieces import Piece, Pieces
 from amalthea.core.world import World
 from amalthea.memory import monitor
 from amalthea.memory.config import MemoryConfig
 from amalthea.memory.monitor import freed_and_kept_bytes, peak_memory
-from amalthea.memory.oom import OutOfMemoryError, is_out_of_memory, setting_to_change, stranded_by_stream
+from amalthea.memory.oom import (
+    OutOfMemoryError,
+    is_out_of_memory,
+    setting_to_change,
+    stranded_by_stream,
+    take_snapshot,
+)
+from amalthea.memory.tracker import StorageTracker
 from amalthea.memory.watch import MemoryWatch
 from amalthea.train.build import build
 from amalthea.train.step import train_step
@@ -168,4 +176,16 @@ def test_what_counts_as_out_of_memory() -> None:
 def test_the_setting_to_change_is_one_that_is_not_set() -> None:
     assert "memory.recompute=block" in setting_to_change(MemoryConfig())
     assert "memory.offload=true" in setting_to_change(MemoryConfig(recompute="block"))
-    assert "memory.blocks_per_group" in setting_to_change(MemoryConfig(recompute="block", offload=True))
+    line = setting_to_change(MemoryConfig(recompute="block", offload=True))
+    assert "memory.blocks_per_group, set memory.offload_optimizer=true, set memory.offload_parameters=true, or" in line
+    line = setting_to_change(MemoryConfig(recompute="block", offload=True, offload_parameters=True))
+    assert "memory.blocks_per_group, set memory.offload_optimizer=true, or" in line
+
+
+def test_what_rests_on_the_host_holds_nothing_of_another_device() -> None:
+    resting = Pieces((4,), torch.float32, [Piece((0,), torch.zeros(4))])
+    named = {"here": torch.empty(8, device="meta"), "weight": torch.zeros(16), "momentum": resting}
+    snapshot = take_snapshot(
+        MemoryError(), rank=0, device=torch.device("meta"), named=named, config=MemoryConfig(), tracker=StorageTracker()
+    )
+    assert [(holder.name, holder.num_bytes) for holder in snapshot.holders] == [("here", 32)]

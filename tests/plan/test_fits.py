@@ -91,3 +91,16 @@ def test_what_goes_with_a_pass_is_less_where_ranks_share_sequences() -> None:
     room = memory_floor(config, resolved).device + 20 * GIB
     first = remedies_that_fit(config, resolved, room, PLENTY, pass_bytes=38 * GIB)[0]
     assert first == ("parallel.cp=2", "parallel.dp_shard=auto", "memory.sequences_per_gather=2")
+
+
+def test_parameters_go_to_the_host_where_nothing_else_helps() -> None:
+    config = tiny_config(
+        precision="bf16", model__num_layers=24, memory__recompute="block", train__global_batch_tokens=SEQ_LEN
+    )
+    resolved = resolve(config, world_size=1)
+    everything = ["memory.offload_parameters=true", "memory.offload_optimizer=true", "memory.offload=true"]
+    room = memory_floor(apply_overrides(config, everything), resolved).device
+    line = refusal(config, room, world_size=1)
+    assert "would fit: memory.offload=true memory.recompute=block memory.offload_optimizer=true" in line
+    assert line.endswith("memory.offload_parameters=true")
+    assert "of host memory" in refusal(apply_overrides(config, everything), room, 1000, world_size=1)

@@ -68,7 +68,8 @@ def _headline(plan: RunPlan, document: dict[str, Any]) -> Table:
 def _levers(layout: dict[str, Any]) -> str:
     found = [f"recompute {layout['recompute']}", f"{layout['blocks_per_group']} blocks per group"]
     found.append(f"{layout['sequences_per_gather']} passes per gather")
-    found += [name for name in ("offload", "offload_optimizer", "unshard_async_op") if layout[name]]
+    switches = ("offload", "offload_optimizer", "offload_parameters", "unshard_async_op")
+    found += [name for name in switches if layout[name]]
     return ", ".join(found)
 
 

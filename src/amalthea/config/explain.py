@@ -34,6 +34,8 @@ OTHER_NAMES = {
     "dtype": "precision",
     "warmup": "warmup_steps",
     "expert_parallel": "ep",
+    "cpu_offload": "offload_parameters",
+    "offload_params": "offload_parameters",
 }
 """What other systems call our settings; helps the suggestions only."""
 

@@ -14,7 +14,8 @@ Shape legend: E experts, R rows, C columns of a slab; M equal matrices.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -255,20 +256,27 @@ class ReplicaExchange:
         shares = [self._share_size(bucket) for bucket in self._buckets]
         return sum(shares) * (self.num_replicas - 1) * (4 + 2)
 
-    def reduce(self, grads: Sequence[torch.Tensor]) -> None:
-        """Replaces, for slabs that this replica owns, the gradient view by the sum over replicas, in place."""
+    def reduce(self, grads_of: Callable[[Sequence[int]], AbstractContextManager[Sequence[torch.Tensor]]]) -> None:
+        """Replaces, for slabs that this replica owns, the gradient by the sum over replicas, in place.
+
+        `grads_of` gives the gradients of slabs by their positions, one bucket's at a time.
+        """
         for bucket in self._buckets:
-            share = self._share_size(bucket)
-            packed = grads[bucket[0]].new_zeros(self.num_replicas * share, dtype=torch.float32)
-            for position, start in self._offsets(bucket, share):
-                packed[start : start + self._sizes[position]].copy_(grads[position].reshape(-1))
-            summed = packed.new_empty(share)
-            dist.reduce_scatter_single(summed, packed, group=self.group)
-            for position, start in self._offsets(bucket, share):
-                if self.slabs[position].owner.replica == self.replica:
-                    begin = start - self.replica * share
-                    part = summed[begin : begin + self._sizes[position]]
-                    grads[position].copy_(part.view(grads[position].shape))
+            with grads_of(bucket) as found:
+                self._reduce_bucket(bucket, dict(zip(bucket, found, strict=True)))
+
+    def _reduce_bucket(self, bucket: list[int], grads: dict[int, torch.Tensor]) -> None:
+        share = self._share_size(bucket)
+        packed = grads[bucket[0]].new_zeros(self.num_replicas * share, dtype=torch.float32)
+        for position, start in self._offsets(bucket, share):
+            packed[start : start + self._sizes[position]].copy_(grads[position].reshape(-1))
+        summed = packed.new_empty(share)
+        dist.reduce_scatter_single(summed, packed, group=self.group)
+        for position, start in self._offsets(bucket, share):
+            if self.slabs[position].owner.replica == self.replica:
+                begin = start - self.replica * share
+                part = summed[begin : begin + self._sizes[position]]
+                grads[position].copy_(part.view(grads[position].shape))
 
     def spread(self, updates: dict[int, torch.Tensor], *, device: torch.device) -> Iterator[dict[int, torch.Tensor]]:
         """Yields, bucket by bucket, every slab's bf16 update (flat) by position; takes those that this replica owns."""

@@ -14,7 +14,7 @@ experts; tokens that came from other ranks."""
 
 
 class MemoryConfig(Component):
-    """Activation memory."""
+    """What lies on the device, and when."""
 
     recompute: Literal["none", "block", "selective"] = "none"
     """`block` keeps only the input of each group of blocks and runs the group again in backward; `selective` keeps the
@@ -32,6 +32,9 @@ class MemoryConfig(Component):
     """Host memory for it per rank; what does not fit stays on the device. None takes what is needed."""
     offload_optimizer: bool = False
     """Keep optimizer state in host memory; a batch of it comes to the device when its turn in the step is."""
+    offload_parameters: bool = False
+    """Keep this rank's parameters and their gradients in host memory; parameters come to the device where they are
+    gathered, and both, a batch at a time, where the optimizer's step wants them."""
     loss_budget_gib: PositiveFloat | None = None
     """Memory for logits in the vocabulary loss, per rank: chooses how many tokens have theirs at one time. None takes
     `model.loss_chunk_tokens`."""

@@ -83,7 +83,7 @@ def take_snapshot(
     tracker: StorageTracker | None = None,
 ) -> Snapshot:
     """Holders of the device's memory as they are now."""
-    names = {storage._cdata: (name, storage.nbytes()) for name, storage in _storages(named)}
+    names = {storage._cdata: (name, storage.nbytes()) for name, storage in _storages(named, device)}
     if tracker is not None:
         others = _tracked(tracker, names)
     else:
@@ -117,7 +117,9 @@ def setting_to_change(config: MemoryConfig) -> str:
         return "set memory.recompute=block"
     if not config.offload:
         return "set memory.offload=true, or lower train.microbatch_sequences"
-    return "lower train.microbatch_sequences, raise memory.blocks_per_group, or take more ranks"
+    switches = {"offload_optimizer": config.offload_optimizer, "offload_parameters": config.offload_parameters}
+    further = "".join(f"set memory.{name}=true, " for name, is_set in switches.items() if not is_set)
+    return f"lower train.microbatch_sequences, raise memory.blocks_per_group, {further}or take more ranks"
 
 
 def _request(error: BaseException) -> str:
@@ -134,15 +136,15 @@ def _in_words(holder: Holder) -> str:
     return f"{holder.name} {format_bytes(holder.num_bytes)}{times}"
 
 
-def _storages(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.UntypedStorage]]:
-    """This rank's storages of named tensors."""
+def _storages(tensors: Mapping[str, torch.Tensor], device: torch.device) -> Iterator[tuple[str, torch.UntypedStorage]]:
+    """This rank's storages of named tensors, without those that rest in host memory while the device is another."""
     for name, tensor in tensors.items():
         if isinstance(tensor, Pieces):
-            yield from ((name, piece.tensor.untyped_storage()) for piece in tensor.pieces)
+            parts = [piece.tensor for piece in tensor.pieces]
         else:
             # Not `to_local`: on the failing path no operation shall run.
-            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-            yield name, local.untyped_storage()
+            parts = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor]
+        yield from ((name, part.untyped_storage()) for part in parts if part.device.type == device.type)
 
 
 def _tracked(tracker: StorageTracker, names: Mapping[int, Any]) -> Iterator[Holder]:

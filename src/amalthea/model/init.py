@@ -30,11 +30,11 @@ def whole(name: str, parameter: nn.Parameter) -> tuple[torch.Tensor, tuple[int, 
 
 
 @torch.no_grad()
-def initialize(model: Transformer, *, seed: int, part_of: PartOf = whole) -> None:
+def initialize(model: Transformer, *, seed: int, part_of: PartOf = whole, draw_on: torch.device | None = None) -> None:
     """Fills every parameter and buffer in place.
 
-    Norms are ones; matrices are normal with the deviation of `init_std`. Same bits on any mesh of one device type.
-    Communication: none. Memory: one band at a time.
+    Norms are ones; matrices are normal with the deviation of `init_std`, drawn on `draw_on`, by default where they lie.
+    Same bits on any mesh of one device type to draw on. Communication: none. Memory: one band at a time.
     """
     for name, parameter in model.named_parameters():
         local, offsets = part_of(name, parameter)
@@ -42,7 +42,8 @@ def initialize(model: Transformer, *, seed: int, part_of: PartOf = whole) -> Non
         if std is None:
             local.fill_(1.0)
         elif local.numel():
-            _fill_normal(local, offsets, parameter.shape, seed=parameter_seed(seed, name), std=std)
+            device = local.device if draw_on is None else draw_on
+            _fill_normal(local, offsets, parameter.shape, seed=parameter_seed(seed, name), std=std, device=device)
     for name, buffer in model.named_buffers():
         if name.endswith("router.bias"):
             buffer.zero_()
@@ -70,15 +71,17 @@ def parameter_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def _fill_normal(local: torch.Tensor, offsets: tuple[int, ...], shape: torch.Size, *, seed: int, std: float) -> None:
+def _fill_normal(
+    local: torch.Tensor, offsets: tuple[int, ...], shape: torch.Size, *, seed: int, std: float, device: torch.device
+) -> None:
     band_rows = min(shape[0], max(1, _BAND_ELEMENTS // shape[1:].numel()))
     first_row, end_row = offsets[0], offsets[0] + local.shape[0]
     columns = tuple(slice(start, start + size) for start, size in zip(offsets[1:], local.shape[1:], strict=True))
     for band in range(first_row // band_rows, -(-end_row // band_rows)):
         band_start = band * band_rows
         start, stop = max(first_row, band_start), min(end_row, band_start + band_rows)
-        generator = torch.Generator(local.device).manual_seed((seed + band) & ((1 << 63) - 1))
-        values = torch.empty((band_rows, *shape[1:]), dtype=torch.float32, device=local.device)
+        generator = torch.Generator(device).manual_seed((seed + band) & ((1 << 63) - 1))
+        values = torch.empty((band_rows, *shape[1:]), dtype=torch.float32, device=device)
         values.normal_(0.0, std, generator=generator)
         rows = values[(slice(start - band_start, stop - band_start), *columns)]
         local[start - first_row : stop - first_row].copy_(rows)

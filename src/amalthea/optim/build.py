@@ -8,7 +8,7 @@ that reshard.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from amalthea.core.errors import PlacementError
 from amalthea.core.pieces import Piece, Pieces
 from amalthea.core.tensors import DTYPES, local_tensor
+from amalthea.flexshard.buckets import buckets
 from amalthea.flexshard.layout import Grid, StoredParameter
 from amalthea.flexshard.plan import digest, plan_layout
 from amalthea.optim.assign import Assignment as Assignment
@@ -27,9 +28,7 @@ from amalthea.optim.assign import OptimizerName, assign_all, stored_parameter
 from amalthea.optim.config import OptimConfig
 from amalthea.optim.dist_muon import DistMuon
 from amalthea.optim.flops import orthogonalize_flops
-from amalthea.optim.resting import Rest, RestingAdamW, RestingMuon
-
-_BUCKET_ELEMENTS = 1 << 26
+from amalthea.optim.resting import BUCKET_ELEMENTS, GradientVisits, Rest, Resting, RestingAdamW, RestingMuon
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,9 @@ class Place:
 class Optimizers:
     """All optimizers of a model, stepped together.
 
-    A step is `reduce_over_replicas`, `grad_norm`, by choice `scale_grads`, then `step`. With `rest`, state rests there
-    and comes a batch at a time; `offsets_of` says where this rank's part of a parameter begins. Raises PlacementError
-    where a parameter's storage is not one that the planner knows.
+    A step is `reduce_over_replicas`, `grad_norm`, by choice `scale_grads`, then `step`. What `rest` keeps (state, or
+    parameters with their gradients, or all) comes a batch at a time; `offsets_of` says where this rank's part of a
+    parameter begins. Raises PlacementError where a parameter's storage is not one that the planner knows.
     """
 
     def __init__(
@@ -73,9 +72,12 @@ class Optimizers:
         self.parameters = dict(named_parameters)
         self.assignments = assign_all(((name, tuple(p.shape)) for name, p in self.parameters.items()), config)
         self._locals = {name: nn.Parameter(local_tensor(p.data)) for name, p in self.parameters.items()}
+        self.device = next(iter(self._locals.values())).device if rest is None else rest.device
+        self._visits = GradientVisits(rest)
+        self._visiting: dict[tuple[str, ...], Resting] = {}
         self._base_lr = {"muon": config.muon.lr, "adamw": config.adamw.lr}
-        self.muon: DistMuon | None = None
-        self.adamw: torch.optim.AdamW | None = None
+        self.muon: DistMuon | RestingMuon | None = None
+        self.adamw: torch.optim.AdamW | RestingAdamW | None = None
         self._adamw_state: dict[str, torch.Tensor] = {}
         if names := self._names("muon"):
             stored = [
@@ -123,7 +125,7 @@ class Optimizers:
         """
         if self.muon is None or self.place.all_ranks is None:
             return
-        mine = torch.tensor([digest(self.muon.layout)], device=self.muon.params[0].device)
+        mine = torch.tensor([digest(self.muon.layout)], device=self.device)
         gathered = mine.new_empty(dist.get_world_size(self.place.all_ranks))
         dist.all_gather_single(gathered, mine, group=self.place.all_ranks)
         digests: list[int] = gathered.tolist()
@@ -140,7 +142,7 @@ class Optimizers:
         for name in names:
             parameter = self.parameters[name]
             state = {key: torch.zeros_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=self.device)
             adamw.state[self._locals[name]] = {key: local_tensor(value) for key, value in state.items()}
             self._adamw_state |= {f"{name}.{key}": value for key, value in state.items()}
 
@@ -187,7 +189,8 @@ class Optimizers:
             return
         if self.muon is not None:
             self.muon.reduce_over_replicas()
-        _all_reduce_in_buckets(self._adamw_grads(), self.place.replica_group)
+        for grads in self._each_adamw_grads("summed", changes=True):
+            _all_reduce_together(grads, self.place.replica_group)
 
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
@@ -197,11 +200,10 @@ class Optimizers:
         norm of a single process. With owning replicas the sum runs over all ranks: Muon's units count where they are
         owned, and AdamW's, which all replicas hold, by their share. Communication: one all-reduce of a scalar.
         """
-        adamw, muon = self._adamw_grads(), self._muon_grads()
-        square = torch.zeros((), dtype=torch.float32, device=(adamw or muon)[0].device)
-        if adamw:
+        square = torch.zeros((), dtype=torch.float32, device=self.device)
+        if adamw := _norms(self._each_adamw_grads("measured")):
             square += _square_sum(adamw) / (self.place.grid.num_replicas if self.place.owning else 1)
-        if muon:
+        if muon := _norms(self._each_muon_grads("measured by Muon")):
             square += _square_sum(muon)
         group = self.place.all_ranks if self.place.owning else self.place.shard_group
         if group is not None:
@@ -210,9 +212,16 @@ class Optimizers:
 
     @torch.no_grad()
     def scale_grads(self, *, norm: torch.Tensor, max_norm: float) -> None:
-        """Multiplies every gradient by min(1, max_norm / norm)."""
+        """Multiplies every gradient by min(1, max_norm / norm), at once or, with `rest`, when it comes to be used."""
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(self._adamw_grads() + self._muon_grads(), factor)
+        if self.rest is None:
+            torch._foreach_mul_(self._adamw_grads(self._names("adamw")) + self._muon_grads(), factor)
+        self._set_grad_factor(factor)
+
+    def _set_grad_factor(self, factor: torch.Tensor | None) -> None:
+        for optimizer in (self.muon, self.adamw):
+            if isinstance(optimizer, RestingMuon | RestingAdamW):
+                optimizer.grad_factor = factor
 
     @torch.no_grad()
     def step(self, *, lr_factor: float) -> None:
@@ -223,23 +232,52 @@ class Optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self._base_lr[name] * lr_factor
             optimizer.step()
+        if self.rest is not None:
+            self.rest.land()
+
+    def each_weight(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's parts of parameters by name, on the device, to be changed in place there; once a step.
+
+        Communication: none.
+        """
+        if self.rest is None:
+            yield from ((name, self._locals[name].data) for name in names)
+            return
+        for part in buckets([self._locals[name].numel() for name in names], BUCKET_ELEMENTS):
+            some = tuple(names[part.start : part.stop])
+            if some not in self._visiting:
+                self._visiting[some] = self.rest.parameters(lambda some=some: [self._locals[n].data for n in some])
+            with self.rest.at_hand(self._visiting[some]) as (found,):
+                yield from zip(some, found, strict=True)
+        self.rest.land()
 
     def zero_grad(self) -> None:
+        self._set_grad_factor(None)
         for name, parameter in self.parameters.items():
             parameter.grad = None
             self._locals[name].grad = None
 
-    def _adamw_grads(self) -> list[torch.Tensor]:
-        grads = (self._locals[name].grad for name in self._names("adamw"))
-        return [grad for grad in grads if grad is not None]
+    def _each_adamw_grads(self, use: str, *, changes: bool = False) -> Iterator[Sequence[torch.Tensor]]:
+        names = self._names("adamw")
+        sizes = (self._locals[name].numel() for name in names)
+        return self._visits.each(use, names, sizes, self._adamw_grads, changes=changes)
+
+    def _adamw_grads(self, names: Sequence[str]) -> list[torch.Tensor]:
+        return [grad for name in names if (grad := self._locals[name].grad) is not None]
+
+    def _each_muon_grads(self, use: str) -> Iterator[Sequence[torch.Tensor]]:
+        """Gradients of the units that this rank's replica owns; whole local ones where it owns all."""
+        muon = self.muon
+        if muon is None:
+            return iter(())
+        if self.place.owning:
+            return self._visits.each(use, muon.mine, muon.sizes_of(muon.mine), muon.grad_views)
+        sizes = (parameter.numel() for parameter in muon.params)
+        return self._visits.each(use, muon.params, sizes, _given_grads)
 
     def _muon_grads(self) -> list[torch.Tensor]:
-        """Gradients of the units that this rank's replica owns; whole local ones where it owns all."""
-        if self.muon is None:
-            return []
-        if self.place.owning:
-            return self.muon.grad_views(self.muon.mine)
-        return [p.grad for p in self.muon.params if p.grad is not None]
+        """The same, where none of them rest."""
+        return [grad for grads in self._each_muon_grads("scaled") for grad in grads]
 
 
 def _build_adamw(config: OptimConfig, parameters: list[nn.Parameter], rest: Rest | None) -> torch.optim.AdamW:
@@ -274,22 +312,22 @@ def _momentum_pieces(muon: DistMuon) -> dict[str, Pieces]:
     }
 
 
-def _square_sum(grads: list[torch.Tensor]) -> torch.Tensor:
-    norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
-    return torch.stack(list(norms)).square().sum()
+def _given_grads(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def _all_reduce_in_buckets(grads: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    start = 0
-    while start < len(grads):
-        stop, size = start + 1, grads[start].numel()
-        while stop < len(grads) and size + grads[stop].numel() <= _BUCKET_ELEMENTS:
-            size += grads[stop].numel()
-            stop += 1
-        bucket = grads[start:stop]
-        flat = torch.cat([grad.reshape(-1) for grad in bucket])
-        dist.all_reduce(flat, group=group)
-        torch._foreach_copy_(
-            bucket, [p.view_as(g) for p, g in zip(flat.split([g.numel() for g in bucket]), bucket, strict=True)]
-        )
-        start = stop
+def _norms(visits: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    return [norm for grads in visits if grads for norm in torch._foreach_norm(list(grads), 2, dtype=torch.float32)]
+
+
+def _square_sum(norms: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(norms).square().sum()
+
+
+def _all_reduce_together(grads: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    if not grads:
+        return
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    dist.all_reduce(flat, group=group)
+    parts = flat.split([grad.numel() for grad in grads])
+    torch._foreach_copy_(list(grads), [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])

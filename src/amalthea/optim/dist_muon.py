@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,8 @@ class DistMuon(torch.optim.Optimizer):
 
     `params` are this rank's parts in the layout's order of parameters; a gradient that is missing counts as zero.
     `layout` spans the replicas where each unit has one owning replica, and a single replica (`replica` 0) where every
-    replica repeats the work. State: one momentum per slab of this rank's replica (`momenta`), made at once.
+    replica repeats the work. `device` is where is computed, by default where `params` lie. State: one momentum per slab
+    of this rank's replica (`momenta`), made at once.
     Communication: see `UnitExchange` and `ReplicaExchange`; none for local units of a single replica.
     """
 
@@ -53,12 +55,14 @@ class DistMuon(torch.optim.Optimizer):
         rank: int,
         shard_group: dist.ProcessGroup | None,
         replica_group: dist.ProcessGroup | None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__(params, {"lr": config.lr})
         self.config, self.layout, self.params = config, layout, list(params)
+        self.device = self.params[0].device if device is None else device
         self.slabs = slabs_of(layout, rank=rank)
         self.mine = [i for i, slab in enumerate(self.slabs) if slab.owner.replica == replica]
-        self._scratch = Scratch(self.params[0].device)
+        self._scratch = Scratch(self.device)
         self.exchange = UnitExchange(
             layout, self.slabs, replica=replica, rank=rank, group=shard_group, scratch=self._scratch
         )
@@ -86,6 +90,10 @@ class DistMuon(torch.optim.Optimizer):
         """Gradients of slabs [E, R, C], sharing memory with `.grad`."""
         return [slab.view(self._grad(slab)) for slab in (self.slabs[i] for i in positions)]
 
+    def sizes_of(self, positions: Sequence[int]) -> list[int]:
+        """Elements of slabs."""
+        return [self._views[i].numel() for i in positions]
+
     def _grad(self, slab: Slab) -> torch.Tensor:
         parameter = self.params[slab.parameter]
         if parameter.grad is None:
@@ -96,7 +104,11 @@ class DistMuon(torch.optim.Optimizer):
     def reduce_over_replicas(self) -> None:
         """With owning replicas: sums each slab's gradient into its owner's `.grad`; elsewhere it is spent."""
         if self.replicas is not None:
-            self.replicas.reduce(self.grad_views(range(len(self.slabs))))
+            self.replicas.reduce(self._summing)
+
+    def _summing(self, positions: Sequence[int]) -> AbstractContextManager[list[torch.Tensor]]:
+        """Gradients of slabs, to be replaced in place where `mine`."""
+        return nullcontext(self.grad_views(positions))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -116,7 +128,7 @@ class DistMuon(torch.optim.Optimizer):
             self._step_local(self._local_batches[half:], updates)
             self._take(updates, routed, self.exchange.finish_back(pending))
         if self.replicas is not None:
-            for bucket in self.replicas.spread(updates, device=self.params[0].device):
+            for bucket in self.replicas.spread(updates, device=self.device):
                 self._apply(bucket)
 
     def _step_local(self, batches: Sequence[Sequence[int]], updates: dict[int, torch.Tensor]) -> None:
@@ -132,18 +144,26 @@ class DistMuon(torch.optim.Optimizer):
 
         Gradients stay as they are. The result is the scratch buffer `name`.
         """
-        mix, nesterov = self.config.momentum, self.config.nesterov
-        momenta = [self.momenta[i].view(-1) for i in positions]
-        sizes = [momentum.numel() for momentum in momenta]
+        sizes = self.sizes_of(positions)
         packed = self._scratch.take(name, sum(sizes))
-        gradients = [grad.reshape(-1) for grad in self.grad_views(positions)]
-        for grads, stored, directions in _in_cache(gradients, momenta, packed.split(sizes)):
+        self._move_momenta(positions, packed.split(sizes))
+        return packed
+
+    def _move_momenta(self, positions: Sequence[int], directions: Sequence[torch.Tensor]) -> None:
+        self._mix(self.grad_views(positions), [self.momenta[i] for i in positions], directions)
+
+    def _mix(
+        self, gradients: Sequence[torch.Tensor], momenta: Sequence[torch.Tensor], directions: Sequence[torch.Tensor]
+    ) -> None:
+        """Moves momenta by gradients of the same shapes, and writes flat `directions`."""
+        mix, nesterov = self.config.momentum, self.config.nesterov
+        flat_gradients, flat_momenta = [g.reshape(-1) for g in gradients], [m.view(-1) for m in momenta]
+        for grads, stored, packed in _in_cache(flat_gradients, flat_momenta, directions):
             grads, moved = [g.float() for g in grads], [m.float() for m in stored]  # themselves where they are fp32
             torch._foreach_lerp_(moved, grads, 1 - mix)
             if self.config.momentum_dtype != "fp32":
                 torch._foreach_copy_(stored, moved)
-            torch._foreach_copy_(directions, torch._foreach_lerp(grads, moved, mix) if nesterov else moved)
-        return packed
+            torch._foreach_copy_(packed, torch._foreach_lerp(grads, moved, mix) if nesterov else moved)
 
     def _batch_local(self) -> list[list[int]]:
         """Local slabs of one shape, together about `_batch_elements` at a time."""
@@ -158,7 +178,7 @@ class DistMuon(torch.optim.Optimizer):
         ]
 
     def _batch_elements(self, rows: int, columns: int) -> int:
-        if self.params[0].device.type != "cpu":
+        if self.device.type != "cpu":
             return _BATCH_ELEMENTS_ELSEWHERE
         return max(1, _BATCH_ELEMENTS_ON_CPU // elements_at_work(rows, columns)) * rows * columns
 
@@ -177,7 +197,7 @@ class DistMuon(torch.optim.Optimizer):
 
     def _take(self, updates: dict[int, torch.Tensor], positions: Sequence[int], new: torch.Tensor) -> None:
         """Keeps the updates of slabs, given one after the other, for the other replicas; without any, applies them."""
-        sizes = [self._views[i].numel() for i in positions]
+        sizes = self.sizes_of(positions)
         found = dict(zip(positions, new.view(-1).split(sizes), strict=True))
         if self.replicas is not None:
             updates.update(found)
@@ -186,15 +206,20 @@ class DistMuon(torch.optim.Optimizer):
 
     def _apply(self, updates: dict[int, torch.Tensor]) -> None:
         """Decays the weights of slabs and moves them by their updates, which are flat."""
-        lr = self.param_groups[0]["lr"]
         by_scale: dict[float, list[int]] = defaultdict(list)
         for position in updates:
             by_scale[self._scales[position]].append(position)
         for scale, positions in by_scale.items():
-            flat = [self._views[i].view(-1) for i in positions]
-            for weights, moves in _in_cache(flat, [updates[i] for i in positions]):
-                torch._foreach_mul_(weights, 1 - lr * self.config.weight_decay)
-                torch._foreach_add_(weights, moves, alpha=-lr * scale)
+            self._move_weights(positions, [updates[i] for i in positions], scale=scale)
+
+    def _move_weights(self, positions: Sequence[int], updates: Sequence[torch.Tensor], *, scale: float) -> None:
+        self._add([self._views[i] for i in positions], updates, scale=scale)
+
+    def _add(self, slabs: Sequence[torch.Tensor], updates: Sequence[torch.Tensor], *, scale: float) -> None:
+        lr = self.param_groups[0]["lr"]
+        for weights, moves in _in_cache([slab.view(-1) for slab in slabs], updates):
+            torch._foreach_mul_(weights, 1 - lr * self.config.weight_decay)
+            torch._foreach_add_(weights, moves, alpha=-lr * scale)
 
     def _scale(self, slab: Slab) -> float:
         """Factor on the learning rate, from the shape of the slab's whole units."""

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 
@@ -26,14 +26,17 @@ def apply_fsdp(
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool,
     reduce_over_replicas: bool,
+    rest_on_host: bool = False,
 ) -> None:
     """Wraps groups of blocks, embedding, head and the root, each one unit of gathering.
 
     Routed experts are sharded over `efsdp`, everything else over `fsdp`. With replicas, gradients are either
     all-reduced over them here (HSDP) or left as each replica's own sum, for the optimizer to reduce to owners.
     Gradients are *summed* everywhere: the loss is divided by the global number of labels beforehand, which is right
-    under any accumulation and any number of ranks. Communication in training: an all-gather in forward and
-    (resharded) one in backward, a reduce-scatter in backward, by choice an all-reduce over replicas, for each unit.
+    under any accumulation and any number of ranks. With `rest_on_host`, shards of parameters and gradients lie in host
+    memory (pinned beside a GPU), and `allocate` gives the model its memory. Communication in training: an all-gather
+    in forward and (resharded) one in backward, a reduce-scatter in backward, by choice an all-reduce over replicas,
+    for each unit.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=None, cast_forward_inputs=False
@@ -43,8 +46,17 @@ def apply_fsdp(
     dense = _axes(mesh.dense, "fsdp", with_replicas)
     place = _expert_placement(model, mesh, with_replicas)
 
+    resting = CPUOffloadPolicy(pin_memory=dense.device_type == "cuda") if rest_on_host else OffloadPolicy()
+
     def shard(module: nn.Module, *, reshard: bool) -> None:
-        fully_shard(module, mesh=dense, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=place)
+        fully_shard(
+            module,
+            mesh=dense,
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            shard_placement_fn=place,
+            offload_policy=resting,
+        )
         assert isinstance(module, FSDPModule)
         # gloo knows no pre-multiplied sum, and a sum is what is meant.
         module.set_force_sum_reduction_for_comms(True)
@@ -60,6 +72,15 @@ def apply_fsdp(
         # The head's gradients come right after its forward: keep it.
         shard(model.head, reshard=False)
     shard(model, reshard=False)
+
+
+def allocate(model: Transformer, device: torch.device, *, rest_on_host: bool) -> None:
+    """Gives a model on the meta device memory, without values: parameters on the host by choice, buffers never."""
+    model.to_empty(device="cpu" if rest_on_host else device)
+    if rest_on_host:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 def set_unshard_async_op(model: Transformer, *, enabled: bool) -> None:

@@ -37,6 +37,18 @@ _CHANGES: tuple[tuple[str, ...], ...] = (
 )
 """Changes that save memory, the cheapest in time first."""
 
+_LAST_CHANGES: tuple[tuple[str, ...], ...] = (
+    ("memory.offload_parameters=true",),
+    ("memory.offload_parameters=true", "memory.offload_optimizer=true"),
+    (
+        "memory.offload=true",
+        "memory.recompute=block",
+        "memory.offload_optimizer=true",
+        "memory.offload_parameters=true",
+    ),
+)
+"""What moves most, for when nothing else helps."""
+
 
 @dataclass(frozen=True)
 class Floor:
@@ -48,7 +60,7 @@ class Floor:
     boundaries: int
     gathered: int
     host: int
-    """Boundaries and optimizer state that lie in host memory."""
+    """Boundaries, optimizer state, parameters and gradients that lie in host memory."""
 
     @property
     def by_class(self) -> dict[str, int]:
@@ -67,14 +79,20 @@ def memory_floor(config: RunConfig, resolved: ResolvedRun) -> Floor:
     momentum = state.muon_momentum_fp32 // (1 if config.optim.muon.momentum_dtype == "fp32" else 2)
     owners = ranks * (resolved.dp_replicate if config.optim.replicas == "owning" else 1)
     optimizer = momentum // owners + state.adamw_moments_fp32 // ranks
+    parameters, gradients = state.parameters_fp32 // ranks, state.gradients_fp32 // ranks
     kept, away = _boundaries(config, resolved)
+    host = away
+    if config.memory.offload_optimizer:
+        host, optimizer = host + optimizer, 0
+    if config.memory.offload_parameters:
+        host, parameters, gradients = host + parameters + gradients, 0, 0
     return Floor(
-        parameters=state.parameters_fp32 // ranks,
-        gradients=state.gradients_fp32 // ranks,
-        optimizer=0 if config.memory.offload_optimizer else optimizer,
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
         boundaries=kept,
         gathered=_gathered(config, resolved, counted.params_by_part),
-        host=away + (optimizer if config.memory.offload_optimizer else 0),
+        host=host,
     )
 
 
@@ -116,7 +134,7 @@ def remedies_that_fit(
     """
     tokens = resolved.pass_tokens(config.data.seq_len)
     found: list[tuple[str, ...]] = []
-    for overrides in (*_CHANGES, *_replica_changes(resolved), *_context_changes(config, resolved)):
+    for overrides in (*_CHANGES, *_replica_changes(resolved), *_context_changes(config, resolved), *_LAST_CHANGES):
         changed = _changed(config, resolved, overrides)
         if changed is None:
             continue
@@ -144,7 +162,7 @@ def _boundaries(config: RunConfig, resolved: ResolvedRun) -> tuple[int, int]:
 
 def _gathered(config: RunConfig, resolved: ResolvedRun, parts: ParamsByPart) -> int:
     """One group of blocks as it computes."""
-    if resolved.fsdp == 1:
+    if resolved.fsdp == 1 and not config.memory.offload_parameters:
         return 0
     layers, moe_layers = config.model.num_layers, config.model.num_layers - config.model.num_dense_layers
     of_layer = (parts.attention + parts.norms) // layers

@@ -217,6 +217,7 @@ def layout_json(config: RunConfig, resolved: ResolvedRun, setting: Setting) -> d
         "sequences_per_gather": memory.sequences_per_gather,
         "offload": memory.offload,
         "offload_optimizer": memory.offload_optimizer,
+        "offload_parameters": memory.offload_parameters,
         "unshard_async_op": memory.unshard_async_op,
         "document_tokens": setting.workload.document_tokens,
     }

@@ -209,11 +209,10 @@ def _over_budget(config: RunConfig, setting: Setting, host: int) -> int:
     budget_gib = config.memory.offload_budget_gib
     if budget_gib is None:
         return 0
-    optimizer = 0
-    if config.memory.offload_optimizer:
-        here = config.model_copy(update={"memory": config.memory.model_copy(update={"offload_optimizer": False})})
-        optimizer = memory_floor(here, resolve(here, world_size=setting.num_gpus)).optimizer
-    return max(0, host - optimizer - int(budget_gib * GIB))
+    kept = config.memory.model_copy(update={"offload": False})
+    without = config.model_copy(update={"memory": kept})
+    others = memory_floor(without, resolve(without, world_size=setting.num_gpus)).host
+    return max(0, host - others - int(budget_gib * GIB))
 
 
 def _pairs(first: dict[str, Use], last: dict[str, Use]) -> Iterator[tuple[str, Use, Use]]:

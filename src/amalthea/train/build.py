@@ -18,14 +18,14 @@ from amalthea.kernels.vocab_loss import chunk_tokens
 from amalthea.memory.copies import Copies, copies_for
 from amalthea.memory.offload import OffloadPlan, apply_offload, host_bytes_of_rank, plan_offload
 from amalthea.memory.recompute import apply_recompute
-from amalthea.memory.state import HostState
+from amalthea.memory.state import HostState, check_host_bytes
 from amalthea.model.blocks import BlockGroup
 from amalthea.model.init import initialize
 from amalthea.model.transformer import Transformer
 from amalthea.optim.build import Optimizers, Place
 from amalthea.parallel.context import apply_context_parallel
 from amalthea.parallel.experts import apply_expert_parallel
-from amalthea.parallel.fsdp import apply_fsdp, experts_are_cut, set_unshard_async_op
+from amalthea.parallel.fsdp import allocate, apply_fsdp, experts_are_cut, set_unshard_async_op
 from amalthea.parallel.hierarchical import apply_hierarchical_dispatch
 from amalthea.parallel.mesh import Mesh, build_mesh
 from amalthea.parallel.shards import local_part
@@ -66,8 +66,8 @@ def build(
 ) -> Run:
     """Builds the run on this rank; every rank calls it together, with a default process group.
 
-    `copies` moves boundaries and state to the host and back, by default the device's own engine; `host_bytes` is the
-    host memory that one rank may take for them, by default its share of what is free.
+    `copies` moves boundaries, state and parameters to the host and back, by default the device's own engine;
+    `host_bytes` is the host memory that one rank may take for them, by default its share of what is free.
     Communication: process groups of the mesh, and a comparison of plans. Memory: this rank's parameters and optimizer
     state. Raises PlacementError where ranks planned differently, and ConfigError where fused kernels are asked of a GPU
     for which this machine cannot compile.
@@ -113,7 +113,8 @@ def build(
         offload = plan_boundary_offload(config, resolved, num_groups=len(model.groups), host_bytes=host_bytes)
         apply_offload(model, offload, dtype=DTYPES[config.precision], copies=copies)
         host_bytes -= offload.arena_bytes
-    if resolved.world_size > 1 or config.precision != "fp32":
+    on_host = config.memory.offload_parameters
+    if resolved.world_size > 1 or config.precision != "fp32" or on_host:
         # One fp32 process has nothing to gather, reduce or cast.
         apply_fsdp(
             model,
@@ -122,14 +123,25 @@ def build(
             reduce_dtype=DTYPES[config.parallel.reduce_dtype],
             reshard_after_forward=config.parallel.reshard_after_forward,
             reduce_over_replicas=config.optim.replicas == "repeated",
+            rest_on_host=on_host,
         )
         set_unshard_async_op(model, enabled=config.memory.unshard_async_op)
 
-    model.to_empty(device=device)
-    initialize(model, seed=config.seed, part_of=local_part)
+    if on_host:
+        needed_bytes = 2 * sum(local_part(*named).tensor.nbytes for named in model.named_parameters())
+        check_host_bytes("memory.offload_parameters", needed_bytes, host_bytes)
+        host_bytes -= needed_bytes
+    allocate(model, device, rest_on_host=on_host)
+    initialize(model, seed=config.seed, part_of=local_part, draw_on=device)
     rest = None
-    if config.memory.offload_optimizer:
-        rest = HostState(copies, device=device, host_bytes=host_bytes)
+    if config.memory.offload_optimizer or on_host:
+        rest = HostState(
+            copies,
+            device=device,
+            host_bytes=host_bytes,
+            state=config.memory.offload_optimizer,
+            parameters=on_host,
+        )
     optimizers = build_optimizers(config, mesh, model, rest)
     optimizers.check_same_plan()
     return Run(config, resolved, world, mesh, model, optimizers, offload)

@@ -9,12 +9,11 @@ Shape legend: L layers, H query heads, G key heads, d head dim.
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from amalthea.model.attention import Attention
 from amalthea.parallel.shards import local_part
 from amalthea.train.build import Run
 
@@ -43,17 +42,21 @@ def attention_clip(run: Run, max_logits: torch.Tensor) -> Clip | None:
 @torch.no_grad()
 def clip_attention(run: Run, factors: torch.Tensor) -> None:
     """Scales query and key weights in place, each rank its own part. Communication: none."""
-    for index, (block, factor) in enumerate(zip(run.model.blocks, factors, strict=True)):
-        attn = cast(Attention, block.attn)
+    by_name: dict[str, torch.Tensor] = {}
+    for index, factor in enumerate(factors):
         groups = factor.view(run.config.model.num_kv_heads, -1)
         key_factor = groups.amin(dim=1).sqrt()
         query_factor = (groups / key_factor[:, None]).flatten()
-        _scale_heads(f"blocks.{index}.attn.wq.weight", attn.wq.weight, query_factor, attn.head_dim)
-        _scale_heads(f"blocks.{index}.attn.wk.weight", attn.wk.weight, key_factor, attn.head_dim)
+        by_name[f"blocks.{index}.attn.wq.weight"] = query_factor
+        by_name[f"blocks.{index}.attn.wk.weight"] = key_factor
+    for name, local in run.optimizers.each_weight(list(by_name)):
+        _scale_heads(name, run.optimizers.parameters[name], local, by_name[name], run.config.model.head_dim)
 
 
-def _scale_heads(name: str, weight: torch.Tensor, factors: torch.Tensor, head_dim: int) -> None:
-    """Multiplies each head's rows by its factor: weight [heads · d, D], factors [heads]."""
-    local, offsets = local_part(name, cast(torch.nn.Parameter, weight))
+def _scale_heads(
+    name: str, weight: torch.nn.Parameter, local: torch.Tensor, factors: torch.Tensor, head_dim: int
+) -> None:
+    """Multiplies each head's rows by its factor: weight [heads · d, D], `local` this rank's rows, factors [heads]."""
+    offsets = local_part(name, weight).offsets
     rows = factors.repeat_interleave(head_dim, output_size=weight.shape[0])
     local.mul_(rows[offsets[0] : offsets[0] + local.shape[0], None].to(local.dtype))

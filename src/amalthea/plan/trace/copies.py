@@ -21,10 +21,21 @@ class TracedCopies:
         """What was allocated on the host, before the trace began."""
 
     def host_buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        self.host.append(HostMemory(elements * dtype.itemsize, "pinned"))
+        self.hold(elements * dtype.itemsize)
         buffer = self._empty(elements, dtype)
         self._recorder.ignore(buffer)
         return buffer
+
+    def hold(self, num_bytes: int) -> None:
+        """Counts host memory that something else allocates."""
+        self.host.append(HostMemory(num_bytes, "pinned"))
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor like this one in host memory that is counted already."""
+        found = self._empty(tensor.numel(), tensor.dtype)
+        self._recorder.ignore(found)
+        with self._mode:
+            return found.view(tensor.shape)
 
     def device_buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """For a boundary where the model is built; in a step, for optimizer state that visits."""

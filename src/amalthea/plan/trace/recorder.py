@@ -116,6 +116,12 @@ class Recorder:
         reference = weakref.ref(storage, lambda _, key=key: self._gone(key))
         self._held[key] = _Held(reference, storage.nbytes())
 
+    def disown(self, tensor: torch.Tensor) -> None:
+        """The memory of a tensor is other memory, as it turns out."""
+        held = self._held.get(tensor.untyped_storage()._cdata)
+        if held is not None:
+            self._free(held)
+
     def classify(self, tensor: torch.Tensor, memory: MemoryClass) -> None:
         """Says what the memory of a tensor is for, whatever it was taken for before."""
         held = self._held.get(tensor.untyped_storage()._cdata)

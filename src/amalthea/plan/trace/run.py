@@ -23,6 +23,7 @@ from amalthea.plan.trace.calls import CallBook
 from amalthea.plan.trace.collectives import Collectives
 from amalthea.plan.trace.copies import TracedCopies
 from amalthea.plan.trace.gpu import gpu_code
+from amalthea.plan.trace.host import rest_parameters, resting_on_host
 from amalthea.plan.trace.phases import classified_fsdp, classify_resident, watch, watched_backward
 from amalthea.plan.trace.recorder import Recorder
 from amalthea.plan.trace.routing import inject_splits
@@ -75,6 +76,7 @@ def trace_step(
             traced_streams(recorder),
             classified_fsdp(recorder),
             followed_resizes(recorder),
+            *([resting_on_host(recorder, copies)] if config.memory.offload_parameters else []),
             without_values(recorder),
             tracer.without_imagined(),
             *([gpu_code(recorder)] if gpu else []),
@@ -88,6 +90,8 @@ def trace_step(
             copies=copies,
             host_bytes=sys.maxsize if host_bytes is None else host_bytes,
         )
+        if config.memory.offload_parameters:
+            rest_parameters(recorder, copies, run.model)
         collectives.axes |= axes_of(run.mesh)
         stack.enter_context(watched_backward(recorder, lambda: run.model))
         watch(recorder, run, recompute=config.memory.recompute != "none")
