@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from amalthea.kernels.device import as_on_gpu
-from amalthea.kernels.permute import sort_by_expert, sum_to_tokens, to_rows
+from amalthea.kernels.permute import sort_by_expert, sum_to_tokens, to_rows, to_rows_twice
 
 HIDDEN = 5
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -77,6 +77,21 @@ def test_gradients_equal_those_of_index_add(size: tuple[int, int, int, int], dty
     torch.testing.assert_close(out.double(), index_add(upstream, order, tokens, top_k), rtol=tolerance, atol=tolerance)
     (grad,) = torch.autograd.grad(out, rows, x)
     assert torch.equal(grad, x[order // top_k])
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_for_two_uses_are_those_of_one(dtype: torch.dtype, top_k: int) -> None:
+    order, place, _ = sort_by_expert(draw_experts(6, top_k, 4, 0), 4)
+    x = draw(6, HIDDEN, dtype=dtype).requires_grad_()
+    first, second = (draw(6 * top_k, HIDDEN, dtype=dtype, seed=seed) for seed in (1, 2))
+    twice = to_rows_twice(x, order=order, place=place)
+    once = to_rows(x, order=order, place=place)
+    assert torch.equal(twice[0], once)
+    assert torch.equal(twice[1], once)
+    (found,) = torch.autograd.grad(twice, x, (first, second))
+    (expected,) = torch.autograd.grad((once, once), x, (first, second))
+    assert torch.equal(found, expected)
 
 
 def test_gradcheck_in_float64() -> None:
