@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from amalthea.cli.arguments import JsonOption, OverridesArgument, RecipeArgument, load
-from amalthea.cli.console import output, print_json
+from amalthea.cli.console import print_json, print_parts
 from amalthea.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ def plan_command(
         "--expandable-segments": expandable_segments,
     }
     _check_options(optimizer=optimizer, cluster=cluster, of_run=of_run, gpus=gpus, picture=picture)
-    config = load(recipe, [*(overrides or []), *([f"parallel.ep={ep}"] if ep else [])])
+    changes = [*(overrides or []), *([f"parallel.ep={ep}"] if ep else [])]
+    config = load(recipe, changes)
     if cluster is None or optimizer:
         document, parts = _counts(config, document_tokens)
         if optimizer:
@@ -92,6 +93,8 @@ def plan_command(
         from amalthea.cli.plan_run import Request, plan_and_report
 
         request = Request(
+            recipe=recipe,
+            overrides=tuple(changes),
             cluster=cluster,
             gpus=gpus,
             rank=rank or 0,
@@ -108,10 +111,7 @@ def plan_command(
     if json:
         print_json(document)
         return
-    console = output()
-    for part in parts:
-        console.print(part)
-        console.print()
+    print_parts(parts)
 
 
 def _check_options(

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """The options, as typed."""
+    """The arguments and options, as typed."""
 
+    recipe: str
+    overrides: tuple[str, ...]
     cluster: str
     gpus: int | None
     rank: int
@@ -63,7 +65,7 @@ def _report(
 
         found = search(config, setting, code, say=say)
         document["search"] = found.to_json()
-        parts += search_tables(found, config.recipe)
+        parts += search_tables(found, request.recipe, request.overrides)
     if request.search or request.html is not None:
         from amalthea.plan.levers import ladder
 
