@@ -22,6 +22,7 @@ from amalthea.cli.optimizer_tables import optimizer_tables
 from amalthea.cli.plan_extra_tables import check_tables, ladder_table, search_tables
 from amalthea.cli.plan_tables import count_tables, run_tables
 from amalthea.plan.check_published import Check, Row
+from amalthea.plan.check_retries import Retries, RetryCheck
 from amalthea.plan.devices import Reserves
 from amalthea.plan.levers import Lever, Rung
 from amalthea.plan.optimizer_published import published_estimates
@@ -67,6 +68,13 @@ def found() -> Search:
     return Search(ranked, infeasible, num_considered=4, refused={"degrees contradict each other": 12_345})
 
 
+def retries() -> RetryCheck:
+    rows = tuple(
+        Retries(own, wide, 2**36, 2**37, 2**33, (1, 2, 2), own) for wide in (True, False) for own in (False, True)
+    )
+    return RetryCheck(OTHER, 91.6, rows)
+
+
 @cache
 def everything() -> list[Any]:
     plan, rung = tight(), Rung(Lever("a_lever_whose_name_has_no_spaces_to_break_at_" * 2), (), drawn())
@@ -79,7 +87,7 @@ def everything() -> list[Any]:
         *run_tables(plan, plan.to_json()),
         *search_tables(found(), "tiny", ()),
         ladder_table([rung]),
-        *check_tables(Check((row,), None, ("said",))),
+        *check_tables(Check((row,), None, ("said",), retries())),
         *optimizer_tables(optimizer, estimate, published_estimates(europa.model)),
     ]
 

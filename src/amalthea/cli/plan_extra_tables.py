@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from amalthea.plan.check_published import Check
+    from amalthea.plan.check_retries import RetryCheck
     from amalthea.plan.levers import Rung
     from amalthea.plan.search import Candidate, Search
 
@@ -98,4 +99,26 @@ def check_tables(check: Check) -> list[Any]:
             f"{row.use}, {row.kind}",
         )
     assumed = {line: None for row in check.rows for line in row.assumptions}
-    return [made, lines("in words", check.verdict), lines("assumptions of these rows", list(assumed))]
+    return [
+        made,
+        lines("in words", check.verdict),
+        lines("assumptions of these rows", list(assumed)),
+        *_retry_tables(check.retries),
+    ]
+
+
+def _retry_tables(check: RetryCheck) -> list[Any]:
+    """Retries of the allocator under the cap, and the layout that they are counted on."""
+    title = f"retries under a cap of {check.cap_gib:.1f} GiB (simulation)"
+    made = table(title, "gathers", "segments", "allocated", "reserved, no cap", "on other streams", "retries by step")
+    for row in check.rows:
+        made.add_row(
+            "unshard_async_op" if row.unshard_async_op else "FSDP2's streams",
+            "expandable" if row.expandable_segments else "default",
+            f"{row.allocated_bytes / GIB:.1f} GiB",
+            f"{row.reserved_bytes / GIB:.1f} GiB",
+            f"{row.elsewhere_bytes / GIB:.1f} GiB",
+            ", ".join(map(str, row.by_step)) + (", out of memory" if row.runs_out else ""),
+        )
+    layout = copyable("the layout of these retries", [shlex.join(check.overrides)])
+    return [made, layout, lines("retries in words", check.verdict)]
