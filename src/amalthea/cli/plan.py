@@ -49,7 +49,8 @@ def plan_command(
     check: Annotated[bool, typer.Option("--check", help="Compare predictions with published figures.")] = False,
     html: Annotated[Path | None, _option("--html", metavar="FILE", help="Write a page with charts.")] = None,
     trace: Annotated[
-        Path | None, _option("--trace", metavar="FILE", help="Write the timeline for ui.perfetto.dev.")
+        Path | None,
+        _option("--trace", metavar="FILE", help="Write the timeline for ui.perfetto.dev; .gz for small files."),
     ] = None,
     expandable_segments: Annotated[
         bool | None,

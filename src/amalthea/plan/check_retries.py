@@ -73,7 +73,7 @@ class RetryCheck:
         low, high = own.reserved_bytes / GIB, default.reserved_bytes / GIB
         if low < high:
             return f"{said}; any cap from {low:.1f} to {high:.1f} GiB tells the two apart"
-        return f"{said}; no cap tells the two apart"
+        return f"{said}; FSDP2's streams demand no more"
 
     def _row(self, expandable: bool, is_async: bool) -> Retries:
         wanted = (expandable, is_async)
@@ -140,5 +140,6 @@ def _elsewhere(usage: Usage) -> int:
 
 
 def _count(row: Retries) -> str:
-    retries = f"{sum(row.by_step)} retries ({' + '.join(map(str, row.by_step))})" if any(row.by_step) else "no retry"
+    count, steps = sum(row.by_step), " + ".join(map(str, row.by_step))
+    retries = f"{count} {'retry' if count == 1 else 'retries'} ({steps})" if count else "no retry"
     return f"{retries} and then out of memory" if row.runs_out else retries
