@@ -147,13 +147,15 @@ def _optimizer(
 ) -> tuple[dict[str, Any], list[Any]]:
     """The JSON and the tables of the optimizer step; draws the picture too."""
     from amalthea.cli.optimizer_tables import optimizer_tables
+    from amalthea.launch.world import threads_of_ranks
     from amalthea.plan.machine import open_machine
     from amalthea.plan.optimizer_published import published_estimates
     from amalthea.plan.optimizer_step import default_gpus, plan_optimizer_step
     from amalthea.plan.optimizer_time import estimate_step
 
     num_gpus = gpus or default_gpus(config)
-    with open_machine(cluster_name, num_gpus=num_gpus, device=config.device) as machine:
+    threads = threads_of_ranks(num_gpus)
+    with open_machine(cluster_name, num_gpus=num_gpus, device=config.device, threads=threads) as machine:
         cluster = machine.cluster
     plan = plan_optimizer_step(config, num_gpus=num_gpus)
     estimate, published = estimate_step(plan, config, cluster), published_estimates(config.model)
