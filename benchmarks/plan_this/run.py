@@ -147,7 +147,7 @@ class Plan:
 
 def plan(config: RunConfig, ranks: int, *, expert_load: list[int]) -> Plan:
     began = time.perf_counter()
-    with open_machine("this", num_gpus=ranks, device="cpu") as machine:
+    with open_machine("this", num_gpus=ranks, device="cpu", threads=_threads(ranks)) as machine:
         setting = Setting(
             cluster=machine.cluster,
             num_gpus=ranks,
@@ -181,8 +181,12 @@ def run_ranks(config: RunConfig, ranks: int, steps: int) -> list[Measured]:
     return found
 
 
+def _threads(ranks: int) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
 def _rank(config: RunConfig, world: World, store: str, steps: int, answer: Connection) -> None:
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.size))
+    torch.set_num_threads(_threads(world.size))
     keep_freed_memory()
     dist.init_process_group("gloo", store=dist.FileStore(store, world.size), rank=world.rank, world_size=world.size)
     run = build(config, resolve(config, world_size=world.size), world)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from amalthea.cli import main as cli
+from amalthea.core.errors import ConfigError
+from amalthea.plan import machine
 
 RUN = ("plan", "quickstart", "--cluster", "h100-sxm", "--gpus", "2", "model.num_layers=2")
 
@@ -45,17 +48,35 @@ def test_tables_and_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
 
 def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     small = ("model.num_layers=1", "data.seq_len=64", "train.global_batch_tokens=512")
-    code, out, _ = answer(
+    code, out, err = answer(
         capsys, "plan", "quickstart", "--cluster", "this", "--gpus", "1", "device=cpu", *small, "--json"
     )
-    assert code == 0
+    assert code == 0, err
     document = json.loads(out)
     assert document["layout"]["cluster"] == "this"
     assert document["timeline"]["step_s"] > 0
     assert document["timeline"]["sensitivities"] == []
-    assert "timed on this machine" in document["timeline"]["assumptions"][0]
+    assert re.search(r"timed on this machine, \d+ threads? a rank", document["timeline"]["assumptions"][0])
     assert "timed on this machine" in document["timeline"]["leans_on"]["assumption"]
     assert document["memory"]["fits"]
+
+
+@pytest.mark.parametrize("more", [(), ("--optimizer",)])
+def test_processes_that_measure_have_the_threads_of_ranks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "5")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    given: list[int | None] = []
+
+    def stopwatch(num_processes: int, *, device: str, threads: int | None) -> None:
+        given.append(threads)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(machine, "Stopwatch", stopwatch)
+    assert answer(capsys, "plan", "quickstart", "--cluster", "this", "--gpus", "2", "device=cpu", *more)[0] == 2
+    assert given == [5]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,15 @@ import torch.distributed as dist
 from amalthea.core.errors import ConfigError
 from amalthea.core.world import World
 from amalthea.launch import world as launch_world
-from amalthea.launch.world import Place, discover, find_place, process_group, share_threads, slurm_rendezvous
+from amalthea.launch.world import (
+    Place,
+    discover,
+    find_place,
+    process_group,
+    share_threads,
+    slurm_rendezvous,
+    threads_of_ranks,
+)
 
 TORCHRUN = {
     "RANK": "5",
@@ -200,6 +208,17 @@ def test_threads_are_shared_among_the_processes_of_a_node(monkeypatch: pytest.Mo
     assert share_threads(World(size=4, local_size=4), environ={"OMP_NUM_THREADS": "2"}) is None
     assert share_threads(World(), environ={}) is None
     assert taken == [4, 1, 12]
+
+
+def test_threads_of_ranks_that_are_not_started_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    job = {"SLURM_JOB_ID": "7"}
+    assert threads_of_ranks(4, environ=job) == share_threads(World(size=4, local_size=4), environ=job) == 4
+    assert threads_of_ranks(4, environ={**job, "SLURM_CPUS_PER_TASK": "12"}) == 12
+    assert threads_of_ranks(4, environ={"OMP_NUM_THREADS": "2"}) is None
+    assert threads_of_ranks(1, environ={}) is None
+    # As torchrun does it.
+    assert threads_of_ranks(4, environ={}) == 1
 
 
 def test_one_process_has_a_group_too() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from support.tiny import tiny_config
 
 from amalthea.plan.trace import Workload, trace_step
-from amalthea.plan.trace.calls import Call, CallBook, materialize
+from amalthea.plan.trace.calls import Call, CallBook, FormatSpec, materialize
 from amalthea.train.build import build
 from amalthea.train.step import train_step
 
@@ -42,6 +43,16 @@ def call(function: Any, *args: Any, **kwargs: Any) -> Call:
     book = CallBook()
     book.number(function, args, kwargs)
     return book.calls[0]
+
+
+def test_a_call_travels_between_processes_and_names_nothing_of_this_one() -> None:
+    copied = call(ATEN.clone.default, torch.ones(2, 3).t(), memory_format=torch.contiguous_format)
+    assert copied.kwargs == (("memory_format", FormatSpec("contiguous_format")),)
+    there = pickle.loads(pickle.dumps(copied))
+    assert there == copied
+    out = materialize(there, device=CPU).run()
+    assert isinstance(out, torch.Tensor)
+    assert out.is_contiguous()
 
 
 @pytest.mark.parametrize("name", TRACES)

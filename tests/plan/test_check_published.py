@@ -7,7 +7,15 @@ import pytest
 from amalthea.config.check import resolve
 from amalthea.config.overrides import apply_overrides
 from amalthea.plan.accounting import account
-from amalthea.plan.check_published import BEFORE, REFERENCE_GPUS, REFERENCE_LAYOUT, Row, _optimizer_rows, _verdict
+from amalthea.plan.check_published import (
+    BEFORE,
+    REFERENCE_GPUS,
+    REFERENCE_LAYOUT,
+    RETRY_LAYOUT,
+    Row,
+    _optimizer_rows,
+    _verdict,
+)
 from amalthea.plan.peers import deepseek_v3_model, peers, qwen3_30b_model, qwen3_235b_model
 from amalthea.recipes.europa_1t import europa_1t
 
@@ -23,7 +31,7 @@ def test_models_have_their_published_sizes(model, total: float, active: float) -
 
 
 def test_every_layout_is_a_valid_one() -> None:
-    for overrides in (REFERENCE_LAYOUT, BEFORE):
+    for overrides in (REFERENCE_LAYOUT, BEFORE, RETRY_LAYOUT):
         resolve(apply_overrides(europa_1t(), overrides), world_size=REFERENCE_GPUS)
     for peer in peers():
         resolve(peer.config, world_size=peer.num_gpus)

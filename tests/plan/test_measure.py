@@ -18,7 +18,7 @@ from amalthea.plan.timeline import simulate
 
 def measured(num_processes: int) -> tuple[Cluster, Assumptions, float, float]:
     """With two ceilings: the best of some products and copies in turn."""
-    with Stopwatch(num_processes) as stopwatch:
+    with Stopwatch(num_processes, threads=1) as stopwatch:
         cluster, assumptions = measure_this(stopwatch)
     left, right = torch.randn(768, 768), torch.randn(768, 768)
     source, target = torch.ones(32 << 20), torch.empty(32 << 20)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.timelines import ROUND
@@ -20,23 +22,18 @@ from amalthea.train.build import build
 from amalthea.train.step import train_step
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-PROBE = """
+COMPLAINTS = """
 <script>
-addEventListener("error", e => document.body.setAttribute("data-error", e.message));
+const problems = [];
+addEventListener("error", e => problems.push(e.message));
+addEventListener("unhandledrejection", e => problems.push(String(e.reason)));
+console.error = (...parts) => problems.push(parts.join(" "));
 </script>
 """
-CLICK = """
-<script>
-document.querySelector("#layouts tr.pick").click();
-document.getElementById("in").click();
-const picture = document.getElementById("timeline"), pen = picture.getContext("2d");
-const painted = pen.getImageData(0, 0, picture.width, picture.height).data.some(value => value > 0);
-document.body.setAttribute("data-drawn", JSON.stringify({
-  polygons: document.querySelectorAll("#memory polygon").length, painted,
-  chosen: document.querySelectorAll("tr.on").length, detail: document.getElementById("detail").textContent,
-  zoomed: view.to - view.from < plan.timeline.step_s }));
-</script>
-"""
+PROBE = Path(__file__).with_name("page_probe.js").read_text(encoding="utf-8")
+LEGIBLE = 4.5
+"""Contrast of text and what is behind it (WCAG 2.2, level AA)."""
+TOLD_FROM_THE_PAGE = 2.0
 
 
 @cache
@@ -72,28 +69,38 @@ def test_the_page_is_one_file_without_a_network(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium in PATH to open the page with")
-def test_a_browser_draws_it(tmp_path: Path) -> None:
-    page, picture = tmp_path / "plan.html", tmp_path / "plan.png"
-    write_page(page, plan())
-    text = page.read_text(encoding="utf-8")
-    page.write_text(text.replace("<body>", "<body>" + PROBE, 1).replace("</body>", CLICK + "</body>"), encoding="utf-8")
-    dumped = _browse(page, "--dump-dom")
-    assert "data-error" not in dumped.replace('setAttribute("data-error"', "")
-    drawn = re.search(r'data-drawn="([^"]*)"', dumped)
-    assert drawn is not None
-    seen = json.loads(drawn[1].replace("&quot;", '"'))
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 800)])
+def test_a_browser_draws_it_legibly(tmp_path: Path, scheme: str, width: int) -> None:
+    seen = _open(tmp_path / "plan.html", scheme, width)
+    assert seen["errors"] == []
+    assert seen["dark"] == (scheme == "dark")
     assert seen["polygons"] >= 4
-    assert seen["painted"]
-    assert seen["zoomed"]
+    assert seen["kinds"] >= 4
+    assert seen["wrongColours"] == []
     assert seen["chosen"] == 1
     assert seen["detail"].startswith("this plan")
-    _browse(page, f"--screenshot={picture}", "--window-size=1100,1800")
-    assert picture.stat().st_size > 10_000
+    assert seen["zoomed"]
+    assert seen["wheelScrollsThePage"]
+    assert seen["tip"].startswith(f"{seen['kind']}\non ")
+    assert seen["sideways"] <= 0
+    assert seen["overlapping"] == []
+    assert seen["smallestLabel"] > 12
+    assert len(seen["text"]) > 30
+    assert {text: ratio for text, ratio in seen["text"].items() if ratio < LEGIBLE} == {}
+    assert {name: ratio for name, ratio in seen["series"].items() if ratio < TOLD_FROM_THE_PAGE} == {}
 
 
-def _browse(page: Path, *options: str) -> str:
+def _open(page: Path, scheme: str, width: int) -> dict[str, Any]:
+    """What the probe finds on the page, opened in a colour scheme and at a width in pixels."""
+    write_page(page, plan())
+    text = page.read_text(encoding="utf-8").replace("<body>", "<body>" + COMPLAINTS, 1)
+    page.write_text(text.replace("</body>", f"<script>{PROBE}</script></body>"), encoding="utf-8")
     assert BROWSER is not None
-    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    command += [f"--user-data-dir={page.parent / 'profile'}", *options, page.as_uri()]
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--dump-dom"]
+    # Chromium's own number of `prefers-color-scheme`.
+    command += [f"--blink-settings=preferredColorScheme={('dark', 'light').index(scheme)}"]
+    command += [f"--window-size={width},1800", f"--user-data-dir={page.parent / 'profile'}", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout
+    found = re.search(r'data-seen="([^"]*)"', done.stdout)
+    assert found is not None
+    return json.loads(html.unescape(found[1]))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -64,6 +67,35 @@ def test_parts_of_the_step_and_memory_are_drawn_where_computing_gets_there(entri
     assert parts == [("forward blocks.0", 0, 1e6), ("backward blocks.0", 1e6, 3e6)]
     memory = [(e["ts"], e["args"]["allocated"], e["args"]["stranded"]) for e in entries if e["ph"] == "C"]
     assert memory == [(0, 1.0, 0.0), (1e6, 2.0, 0.0), (4e6, 1.0, 1.0)]
+
+
+def test_times_of_a_track_go_on_and_do_not_overlap(tmp_path: Path) -> None:
+    """Kernels of lengths that no nanosecond divides; viewers read times as whole nanoseconds."""
+    kernels = tuple(Kernel("mm", COMPUTE, 1e8 + 12_345_678 * n, 8, "bfloat16") for n in range(300))
+    trace = replace(TRACE, events=(Phase("forward", "blocks.0"), *kernels, Phase("backward"), *kernels))
+    memory = replay(trace, settings=AllocatorSettings())
+    write_chrome_trace(tmp_path / "t.json", trace, simulate(trace, ROUND, assumptions=exact()), memory=memory)
+    entries = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {e["ph"] for e in entries} <= {"M", "X", "C"}
+    named = {e["tid"] for e in entries if e["ph"] == "M" and e["name"] == "thread_name"}
+    tracks: dict[int, list[tuple[int, int]]] = {}
+    for e in entries:
+        if e["ph"] == "X":
+            tracks.setdefault(e["tid"], []).append((round(e["ts"] * 1000), round((e["ts"] + e["dur"]) * 1000)))
+    assert set(tracks) <= named
+    assert sum(map(len, tracks.values())) == 602
+    for spans in tracks.values():
+        assert all(start <= end <= following for (start, end), (following, _) in pairwise(spans))
+    counted = [e["ts"] for e in entries if e["ph"] == "C"]
+    assert counted == sorted(counted)
+
+
+def test_a_name_that_ends_in_gz_is_compressed(tmp_path: Path) -> None:
+    timeline = simulate(TRACE, ROUND, assumptions=exact())
+    for name in ("t.json", "t.json.gz"):
+        write_chrome_trace(tmp_path / name, TRACE, timeline)
+    packed = tmp_path / "t.json.gz"
+    assert gzip.decompress(packed.read_bytes()) == (tmp_path / "t.json").read_bytes()
 
 
 def test_memory_may_be_left_out(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from amalthea.plan.trace.calls import Call, CallBook
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Stopwatch]:
-    with Stopwatch(2, budget_s=0.02) as stopwatch:
+    with Stopwatch(2, threads=1, budget_s=0.02) as stopwatch:
         yield stopwatch
 
 
@@ -44,6 +44,16 @@ def test_every_kind_of_collective_is_timed(pair: Stopwatch, kind: Any) -> None:
     sizes = {"all_gather": (1000, 2000), "reduce_scatter": (2000, 1000)}.get(kind, (1000, 1000))
     assert pair.exchanges([Exchange(kind, (0, 1), *sizes)])[0] > 0
     assert pair.exchanges([Exchange(kind, (0,), 1000, 1000)])[0] > 0  # each rank by itself
+
+
+def test_processes_have_the_threads_that_they_are_given(pair: Stopwatch) -> None:
+    assert pair.threads == 1
+
+
+def test_left_to_torch_processes_have_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with Stopwatch(1) as stopwatch:
+        assert stopwatch.threads == 1
 
 
 def test_what_was_measured_once_is_kept(pair: Stopwatch) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from amalthea.core.errors import AmaltheaError, ConfigError
 
@@ -34,11 +36,25 @@ def print_json(value: Any) -> None:
 
 
 def table(title: str, *columns: str) -> Table:
-    """A plain table, figures to the right of the first column."""
+    """A plain table, figures to the right of the first column. A word too long for its column is folded, never cut."""
     made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
-        made.add_column(column, justify="left" if index == 0 else "right", header_style="dim")
+        made.add_column(column, justify="left" if index == 0 else "right", header_style="dim", overflow="fold")
     return made
+
+
+def copyable(title: str, found: Sequence[str]) -> Text:
+    """Lines under a heading that are there to be copied: `print_parts` leaves each whole in any terminal."""
+    text = Text(title, style="bold", no_wrap=True)
+    return text.append("".join(f"\n{line}" for line in found), style="not bold")
+
+
+def print_parts(parts: Iterable[Any]) -> None:
+    """Tables and texts on standard output, an empty line after each."""
+    console = output()
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, Text) and bool(part.no_wrap))
+        console.print()
 
 
 class Progress:

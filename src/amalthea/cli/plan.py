@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from amalthea.cli.arguments import JsonOption, OverridesArgument, RecipeArgument, load
-from amalthea.cli.console import output, print_json
+from amalthea.cli.console import print_json, print_parts
 from amalthea.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ def plan_command(
     check: Annotated[bool, typer.Option("--check", help="Compare predictions with published figures.")] = False,
     html: Annotated[Path | None, _option("--html", metavar="FILE", help="Write a page with charts.")] = None,
     trace: Annotated[
-        Path | None, _option("--trace", metavar="FILE", help="Write the timeline for ui.perfetto.dev.")
+        Path | None,
+        _option("--trace", metavar="FILE", help="Write the timeline for ui.perfetto.dev; .gz for small files."),
     ] = None,
     expandable_segments: Annotated[
         bool | None,
@@ -83,7 +84,8 @@ def plan_command(
         "--expandable-segments": expandable_segments,
     }
     _check_options(optimizer=optimizer, cluster=cluster, of_run=of_run, gpus=gpus, picture=picture)
-    config = load(recipe, [*(overrides or []), *([f"parallel.ep={ep}"] if ep else [])])
+    changes = [*(overrides or []), *([f"parallel.ep={ep}"] if ep else [])]
+    config = load(recipe, changes)
     if cluster is None or optimizer:
         document, parts = _counts(config, document_tokens)
         if optimizer:
@@ -92,6 +94,8 @@ def plan_command(
         from amalthea.cli.plan_run import Request, plan_and_report
 
         request = Request(
+            recipe=recipe,
+            overrides=tuple(changes),
             cluster=cluster,
             gpus=gpus,
             rank=rank or 0,
@@ -108,10 +112,7 @@ def plan_command(
     if json:
         print_json(document)
         return
-    console = output()
-    for part in parts:
-        console.print(part)
-        console.print()
+    print_parts(parts)
 
 
 def _check_options(
@@ -146,13 +147,15 @@ def _optimizer(
 ) -> tuple[dict[str, Any], list[Any]]:
     """The JSON and the tables of the optimizer step; draws the picture too."""
     from amalthea.cli.optimizer_tables import optimizer_tables
+    from amalthea.launch.world import threads_of_ranks
     from amalthea.plan.machine import open_machine
     from amalthea.plan.optimizer_published import published_estimates
     from amalthea.plan.optimizer_step import default_gpus, plan_optimizer_step
     from amalthea.plan.optimizer_time import estimate_step
 
     num_gpus = gpus or default_gpus(config)
-    with open_machine(cluster_name, num_gpus=num_gpus, device=config.device) as machine:
+    threads = threads_of_ranks(num_gpus)
+    with open_machine(cluster_name, num_gpus=num_gpus, device=config.device, threads=threads) as machine:
         cluster = machine.cluster
     plan = plan_optimizer_step(config, num_gpus=num_gpus)
     estimate, published = estimate_step(plan, config, cluster), published_estimates(config.model)

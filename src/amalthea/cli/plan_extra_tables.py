@@ -2,50 +2,65 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
-from rich.text import Text
 
-from amalthea.cli.console import table
+from amalthea.cli.console import copyable, table
 from amalthea.cli.plan_tables import lines
 from amalthea.core.units import GIB
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from amalthea.plan.check_published import Check
+    from amalthea.plan.check_retries import RetryCheck
     from amalthea.plan.levers import Rung
     from amalthea.plan.search import Candidate, Search
 
 _NO_PLACE = "–"
+_AS_PLANNED = "as planned above"
 
 
-def search_tables(found: Search, recipe: str) -> list[Any]:
-    """The ranked, the infeasible with reasons, what limits the best, and the best to paste."""
-    ranked = _layouts("layouts that fit (simulation)", found.ranked)
-    parts: list[Any] = [ranked]
+def search_tables(found: Search, recipe: str, overrides: Sequence[str]) -> list[Any]:
+    """The ranked, the infeasible with reasons, what limits the best, and the best to paste.
+
+    `recipe` and `overrides` are those that the search began with, as typed.
+    """
+    parts: list[Any] = [_layouts("layouts that fit (simulation)", found.ranked)]
     if found.infeasible:
-        parts.append(_layouts("layouts that do not", found.infeasible))
+        parts.append(_layouts("layouts that do not", found.infeasible, after=len(found.ranked)))
+    parts.append(_changes((*found.ranked, *found.infeasible)))
     refused = [f"{count:,} by arithmetic: {reason}" for reason, count in found.refused.items()]
     parts.append(lines(f"{found.num_considered:,} combinations; refused before any trace", refused))
     parts.append(lines("what limits the best", found.limits()))
     if found.best is not None:
-        paste = " ".join(("amalthea train", recipe, *found.best.overrides))
-        parts.append(Text("the best, to paste\n", style="bold").append(paste, style="not bold"))
+        # Of two values for one key, the later: it is the search's.
+        changes = dict(override.split("=", 1) for override in (*overrides, *found.best.overrides))
+        paste = ["amalthea", "train", recipe, *(f"{key}={value}" for key, value in changes.items())]
+        parts.append(copyable("the best, to paste", [shlex.join(paste)]))
     return parts
 
 
-def _layouts(title: str, candidates: Sequence[Candidate]) -> Table:
-    made = table(title, "changes", "tokens/s/GPU", "step", "exposed", "reserved", "host", "why not")
+def _changes(candidates: Sequence[Candidate]) -> Text:
+    """Outside the tables, whose cells would break what is to be copied."""
+    found = [f"{number}  {shlex.join(one.overrides) or _AS_PLANNED}" for number, one in enumerate(candidates, 1)]
+    return copyable("changes of each layout", found)
+
+
+def _layouts(title: str, candidates: Sequence[Candidate], *, after: int = 0) -> Table:
+    made = table(title, "", "tokens/s/GPU", "step", "exposed", "reserved", "host", "why not")
     made.columns[-1].justify = "left"
-    for one in candidates:
+    for number, one in enumerate(candidates, after + 1):
         drawn = one.sketch
         if drawn is None:
-            made.add_row(" ".join(one.overrides), *(_NO_PLACE,) * 5, one.problem)
+            made.add_row(str(number), *(_NO_PLACE,) * 5, one.problem)
             continue
         exposed = drawn.step_s - drawn.compute_s
         made.add_row(
-            " ".join(one.overrides) or "as the recipe",
+            str(number),
             f"{one.tokens_per_s_per_gpu:,.0f}",
             f"{drawn.step_s:.1f} s",
             f"{exposed:.1f} s",
@@ -84,4 +99,26 @@ def check_tables(check: Check) -> list[Any]:
             f"{row.use}, {row.kind}",
         )
     assumed = {line: None for row in check.rows for line in row.assumptions}
-    return [made, lines("in words", check.verdict), lines("assumptions of these rows", list(assumed))]
+    return [
+        made,
+        lines("in words", check.verdict),
+        lines("assumptions of these rows", list(assumed)),
+        *_retry_tables(check.retries),
+    ]
+
+
+def _retry_tables(check: RetryCheck) -> list[Any]:
+    """Retries of the allocator under the cap, and the layout that they are counted on."""
+    title = f"retries under a cap of {check.cap_gib:.1f} GiB (simulation)"
+    made = table(title, "gathers", "segments", "allocated", "reserved, no cap", "on other streams", "retries by step")
+    for row in check.rows:
+        made.add_row(
+            "unshard_async_op" if row.unshard_async_op else "FSDP2's streams",
+            "expandable" if row.expandable_segments else "default",
+            f"{row.allocated_bytes / GIB:.1f} GiB",
+            f"{row.reserved_bytes / GIB:.1f} GiB",
+            f"{row.elsewhere_bytes / GIB:.1f} GiB",
+            ", ".join(map(str, row.by_step)) + (", out of memory" if row.runs_out else ""),
+        )
+    layout = copyable("the layout of these retries", [shlex.join(check.overrides)])
+    return [made, layout, lines("retries in words", check.verdict)]

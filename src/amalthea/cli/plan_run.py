@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """The options, as typed."""
+    """The arguments and options, as typed."""
 
+    recipe: str
+    overrides: tuple[str, ...]
     cluster: str
     gpus: int | None
     rank: int
@@ -37,12 +39,14 @@ class Request:
 
 def plan_and_report(config: RunConfig, request: Request) -> tuple[dict[str, Any], list[Any]]:
     """The JSON and the tables of a run's plan; writes the files that were asked for. Raises ConfigError."""
+    from amalthea.launch.world import threads_of_ranks
     from amalthea.plan.machine import open_machine
     from amalthea.plan.optimizer_step import default_gpus
 
     say = Progress(Console(stderr=True, highlight=False), every_s=0.0)
     num_gpus, tokens = request.gpus or default_gpus(config), _tokens(request.tokens)
-    with open_machine(request.cluster, num_gpus=num_gpus, device=config.device) as machine:
+    threads = threads_of_ranks(num_gpus)
+    with open_machine(request.cluster, num_gpus=num_gpus, device=config.device, threads=threads) as machine:
         return _report(config, request, _setting(request, machine, num_gpus), tokens, say)
 
 
@@ -63,7 +67,7 @@ def _report(
 
         found = search(config, setting, code, say=say)
         document["search"] = found.to_json()
-        parts += search_tables(found, config.recipe)
+        parts += search_tables(found, request.recipe, request.overrides)
     if request.search or request.html is not None:
         from amalthea.plan.levers import ladder
 

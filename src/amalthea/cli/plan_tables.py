@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
-from amalthea.cli.console import table
+from amalthea.cli.console import copyable, table
 from amalthea.core.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def run_tables(plan: RunPlan, document: dict[str, Any]) -> list[Any]:
     """What `document`, the plan's JSON, says of a run, for people."""
     return [
         _headline(plan, document),
+        *_remedies(document["memory"]),
         _step(plan, document["timeline"]),
         _exposed(document["timeline"]),
         _memory(document["memory"]),
@@ -60,9 +62,12 @@ def _headline(plan: RunPlan, document: dict[str, Any]) -> Table:
     made.add_row("MFU, HFU", f"{timeline['mfu']:.1%}", f"{timeline['hfu']:.1%} with what is recomputed")
     verdict = "yes" if memory["fits"] else "no"
     made.add_row("fits", verdict, "; ".join(memory["problems"]), style="" if memory["fits"] else "bold red")
-    for overrides in memory["would_fit"]:
-        made.add_row("  would fit", "", " ".join(overrides) + " (by a lower bound)")
     return made
+
+
+def _remedies(memory: dict[str, Any]) -> list[Text]:
+    found = [shlex.join(overrides) for overrides in memory["would_fit"]]
+    return [copyable("would fit, by a lower bound; overrides to add", found)] if found else []
 
 
 def _levers(layout: dict[str, Any]) -> str:

@@ -130,14 +130,29 @@ def share_threads(world: World, *, environ: Environment = os.environ) -> int | N
     """
     import torch
 
-    if world.local_size == 1 or "OMP_NUM_THREADS" in environ:
+    threads = _share(world.local_size, environ)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return threads
+
+
+def threads_of_ranks(local_size: int, *, environ: Environment = os.environ) -> int | None:
+    """Threads that each of `local_size` ranks would have that were started from here on this node.
+
+    None where they would have torch's own choice: one rank alone, or OMP_NUM_THREADS, which processes inherit. In a
+    Slurm job `srun` starts them, else `torchrun`, which sets OMP_NUM_THREADS to 1 where it is not set.
+    """
+    if local_size > 1 and "OMP_NUM_THREADS" not in environ and "SLURM_JOB_ID" not in environ:
+        return 1
+    return _share(local_size, environ)
+
+
+def _share(local_size: int, environ: Environment) -> int | None:
+    if local_size == 1 or "OMP_NUM_THREADS" in environ:
         return None
     if "SLURM_CPUS_PER_TASK" in environ:
-        threads = _number("SLURM_CPUS_PER_TASK", environ)
-    else:
-        threads = max(1, len(os.sched_getaffinity(0)) // world.local_size)
-    torch.set_num_threads(threads)
-    return threads
+        return _number("SLURM_CPUS_PER_TASK", environ)
+    return max(1, len(os.sched_getaffinity(0)) // local_size)
 
 
 def slurm_rendezvous(environ: Environment) -> tuple[str, int]:

@@ -94,6 +94,8 @@ class Usage:
     holders: tuple[Holder, ...]
     """The ten largest when most was allocated."""
     num_retries: int
+    retries_by_step: tuple[int, ...]
+    """Of each repetition of the trace that began."""
     num_device_allocations: int
     out_of_memory: OutOfMemory | None
     series: Series
@@ -156,8 +158,11 @@ class _Pass:
     def run(self, steps: int) -> Usage:
         series = _Sampler(steps * len(self.trace.events))
         failure = self._allocate_all(self.trace.resident)
+        retries: list[int] = []
         while failure is None and self.step < steps:
+            before = self.allocator.num_retries
             failure = self._step(series) or self._restore()
+            retries.append(self.allocator.num_retries - before)
             self.step += 1
         self._write_peak()
         return Usage(
@@ -165,6 +170,7 @@ class _Pass:
             peak_reserved=self.peak_reserved,
             holders=_largest(_live_after(self.trace, self.peak_allocated.event)),
             num_retries=self.allocator.num_retries,
+            retries_by_step=tuple(retries),
             num_device_allocations=self.allocator.num_device_allocations,
             out_of_memory=failure,
             series=series.series(),

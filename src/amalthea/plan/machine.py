@@ -33,10 +33,11 @@ class Machine:
 
 
 @contextmanager
-def open_machine(name: str, *, num_gpus: int, device: str = "auto") -> Iterator[Machine]:
+def open_machine(name: str, *, num_gpus: int, device: str = "auto", threads: int | None = None) -> Iterator[Machine]:
     """A preset by name, a file that ends in `.toml`, or `this`: measured, with a process for each of `num_gpus`.
 
-    `device` is the run's, for `this`. Raises ConfigError: no such cluster, fewer GPUs than that, or no measurement.
+    For `this`, `device` is the run's, and `threads` those of each rank, as `launch.world.threads_of_ranks` tells.
+    Raises ConfigError: no such cluster, fewer GPUs than that, or no measurement.
     """
     if name != THIS:
         cluster = find_cluster(name)
@@ -47,6 +48,6 @@ def open_machine(name: str, *, num_gpus: int, device: str = "auto") -> Iterator[
     most, what = (torch.cuda.device_count(), "GPUs") if on_gpu else (_MOST_PROCESSES, "processes that can be measured")
     if num_gpus > most:
         raise ConfigError(f"this machine has {most} {what}, fewer than {num_gpus:,}; take fewer with --gpus")
-    with Stopwatch(num_gpus, device="cuda" if on_gpu else "cpu") as stopwatch:
+    with Stopwatch(num_gpus, device="cuda" if on_gpu else "cpu", threads=threads) as stopwatch:
         cluster, assumptions = measure_this(stopwatch)
         yield Machine(cluster, assumptions, stopwatch)

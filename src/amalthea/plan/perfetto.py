@@ -6,6 +6,7 @@ processor issues, ahead of the device, and is drawn where the computing stream g
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +24,11 @@ _PARTS = "parts of the step"
 
 
 def write_chrome_trace(path: Path, trace: Trace, timeline: Timeline, *, memory: MemoryReplay | None = None) -> None:
-    """Writes `timeline`, which must be `trace`'s, and the memory of its first step. About 130 bytes per kernel."""
-    with path.open("w", encoding="utf-8") as file:
+    """Writes `timeline`, which must be `trace`'s, and the memory of its first step.
+
+    About 160 bytes per kernel, or 9 where `path` ends in `.gz`, which viewers open as they do the plain file.
+    """
+    with gzip.open(path, "wt", encoding="utf-8") if path.suffix == ".gz" else path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for number, entry in enumerate(_entries(trace, timeline, memory)):
             file.write((",\n" if number else "") + json.dumps(entry))
@@ -60,7 +64,7 @@ def _memory(trace: Trace, timeline: Timeline, series: Series) -> Iterator[dict[s
     times = compute_reaches(trace, timeline.spans, events).tolist()
     for time, allocated, reserved in zip(times, series.allocated_bytes, series.reserved_bytes, strict=False):
         values = {"allocated": round(allocated / GIB, 4), "stranded": round((reserved - allocated) / GIB, 4)}
-        yield {"ph": "C", "pid": trace.rank, "name": "memory, GiB", "ts": _us(time), "args": values}
+        yield {"ph": "C", "pid": trace.rank, "name": "memory, GiB", "ts": _ns(time) / 1000, "args": values}
 
 
 def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
@@ -68,12 +72,14 @@ def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
 
 
 def _slice(process: int, thread: int, name: str, start: float, end: float) -> dict[str, Any]:
-    times = {"ts": _us(start), "dur": _us(end - start)}
+    # Ends are rounded, not lengths: neighbours that overlap by a nanosecond would be drawn one inside the other.
+    first, last = _ns(start), _ns(end)
+    times = {"ts": first / 1000, "dur": (last - first) / 1000}
     return {"ph": "X", "pid": process, "tid": thread, "name": name, **times}
 
 
-def _us(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
 
 
 def _details(event: Work, number: int) -> dict[str, Any]:

@@ -34,17 +34,22 @@ _PASSES = 3
 class Stopwatch:
     """Processes that measure, started on entering and kept; what was measured once is not measured again.
 
-    `device` is cpu or cuda; each process has its own GPU. Raises ConfigError where a process fails or does not answer.
+    `device` is cpu or cuda; each process has its own GPU. `threads` is how many each process computes with, as each
+    rank of the run will; none leaves it to torch, and to OMP_NUM_THREADS, which processes inherit.
+    Raises ConfigError where a process fails or does not answer.
     Communication: gloo on this host, or NCCL. Memory: 0.3 GB for each process, and the tensors of one call.
     """
 
-    def __init__(self, num_processes: int, *, device: Device = "cpu", budget_s: float = 0.04) -> None:
+    def __init__(
+        self, num_processes: int, *, device: Device = "cpu", threads: int | None = None, budget_s: float = 0.04
+    ) -> None:
         if num_processes < 1:
             raise ConfigError(f"{num_processes} processes cannot be measured; give 1 or more")
         self.num_processes, self.budget_s = num_processes, budget_s
         self.device: Device = device
         cores = len(os.sched_getaffinity(0))
-        self.threads = max(1, cores // num_processes)
+        self.threads = threads
+        """Once the processes are there, what they do have."""
         self.is_crowded = device == "cpu" and num_processes >= cores
         """Every core computes, so whatever is sent takes time from that."""
         self.shares_cores = device == "cpu" and num_processes > cores
@@ -67,7 +72,7 @@ class Stopwatch:
             self._pipes.append(ours)
             self._stack.callback(_end, process)
         try:
-            self._answers(_START_S)
+            self.threads = int(self._answers(_START_S)[0][0])
         except ConfigError:
             self._stack.close()
             raise
@@ -107,6 +112,7 @@ class Stopwatch:
             # In the small model that shows it all wait at once; in a step somebody computes meanwhile.
             gathering_s=0.0 if self.device == "cuda" or self.shares_cores else self.gathering_s,
             in_line=self.is_crowded,
+            threads=self.threads,
         )
 
     @cached_property

@@ -52,17 +52,19 @@ class Host:
     size: int
     store: str
     device: Device
-    threads: int
+    threads: int | None
+    """None for torch's own choice."""
 
 
 def serve(host: Host, connection: Connection) -> None:
     """Answers requests until the other end closes."""
     try:
-        torch.set_num_threads(host.threads)
+        if host.threads is not None:
+            torch.set_num_threads(host.threads)
         if host.device == "cpu":
             keep_freed_memory()  # as the launcher does
         worker = _Worker(host)
-        connection.send([])
+        connection.send([torch.get_num_threads()])
         while True:
             what, work, budget_s = connection.recv()
             connection.send(getattr(worker, what)(work, budget_s))

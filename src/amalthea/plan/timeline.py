@@ -152,6 +152,8 @@ class Clocked:
     """For each gather or reduce-scatter of parameters instead: what FSDP2 does around it, lateness included."""
     in_line: bool = False
     """Whoever sends takes the time from computing, since every core of the host computes."""
+    threads: int | None = None
+    """That each process computed with, where that is known."""
 
     def transfer_s(self, event: Collective) -> float:
         around = self.gathering_s if event.kind in ("all_gather", "reduce_scatter") else self.lateness_s
@@ -160,8 +162,12 @@ class Clocked:
     def lines(self) -> tuple[str, ...]:
         """In words."""
         order = "sending takes turns with computing" if self.in_line else "sending goes on beside computing"
+        threads = (
+            "" if self.threads is None else f", {self.threads} {'thread' if self.threads == 1 else 'threads'} a rank"
+        )
+        timed = f"{len(self.call_s):,} different operations, {len(self.exchange_s):,} collectives"
         return (
-            f"{len(self.call_s):,} different operations, {len(self.exchange_s):,} collectives: timed on this machine",
+            f"{timed}: timed on this machine{threads}",
             f"{self.overhead_s * 1e6:.1f} µs of Python and autograd for each operation (measured)",
             f"{self.lateness_s * 1e6:,.0f} µs for each collective, to which ranks come late (measured)",
             f"{self.gathering_s * 1e6:,.0f} µs of FSDP2 for each of its collectives (measured)",

@@ -37,6 +37,14 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class FormatSpec:
+    """A memory format, by its name in torch: pickled itself, it would name whatever module has torch in it, such as
+    the user's recipe, which other processes do not find."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Call:
     """An operator and its arguments, tensors as specifications, lists as tuples."""
 
@@ -88,6 +96,8 @@ class _Writer:
             return self._tensor(value)
         if isinstance(value, (list, tuple)):
             return tuple(map(self.spec, value))
+        if isinstance(value, torch.memory_format):
+            return FormatSpec(str(value).removeprefix("torch."))
         return value
 
     def _tensor(self, tensor: torch.Tensor) -> TensorSpec:
@@ -133,6 +143,8 @@ def materialize(call: Call, *, device: torch.device) -> Ready:
             return made[value]
         if isinstance(value, torch.device):
             return device
+        if isinstance(value, FormatSpec):
+            return getattr(torch, value.name)
         return [real(item) for item in value] if isinstance(value, tuple) else value
 
     args = [real(value) for value in call.args]

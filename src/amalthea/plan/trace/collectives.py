@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from amalthea.core.errors import ConfigError
 from amalthea.plan.events import Collective, CollectiveKind
 from amalthea.plan.trace.costs import tensors
 from amalthea.plan.trace.recorder import Recorder
@@ -38,6 +39,12 @@ _RULES = {
     "broadcast_": _Rule("broadcast", 0, 0, 1, 4),
     "reduce_": _Rule("reduce", 0, 0, 1, 5),
 }
+_KNOWN = (
+    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce", "broadcast", "reduce"),
+)
+"""As a caller knows those of `_RULES`."""
+NAMESPACES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd"))
+"""Of operations that send something. Functional ones have no rule: their fakes would pass for local kernels."""
 
 
 class TracedWork(dist.Work):
@@ -67,10 +74,16 @@ class Collectives:
     """Held until its caller has it."""
 
     def record(self, func: Any, args: Any) -> Any:
-        """Writes one down and returns what its operation returns, without running it."""
-        rule = _RULES.get(func._schema.name.partition("::")[2])
+        """Writes one down and returns what its operation returns, without running it.
+
+        Raises ConfigError for one without a rule.
+        """
+        rule = None if func.namespace != "c10d" else _RULES.get(func._schema.name.partition("::")[2])
         if rule is None:
-            raise NotImplementedError(f"{func} is a collective that the trace has no rule for")
+            raise ConfigError(
+                f"the step calls {func._schema.name}, a collective that the planner has no rule for; of "
+                f"torch.distributed, call {', '.join(_KNOWN)}, or leave it out of what is planned"
+            )
         received, sent = args[rule.received], args[rule.sent]
         is_async = len(args) <= rule.is_async or bool(args[rule.is_async])
         stream = self.write(rule, args, is_async=is_async)

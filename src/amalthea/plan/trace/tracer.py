@@ -8,14 +8,21 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from amalthea.core.errors import ConfigError
 from amalthea.plan.events import Kernel
 from amalthea.plan.trace.calls import CallBook
-from amalthea.plan.trace.collectives import Collectives
+from amalthea.plan.trace.collectives import NAMESPACES, Collectives
 from amalthea.plan.trace.costs import Operation, cost, operation, tensors
 from amalthea.plan.trace.fakes import FastFakes
 from amalthea.plan.trace.recorder import Recorder
@@ -53,9 +60,9 @@ class Tracer(TorchDispatchMode):
             return NotImplemented  # it comes back as operations on local tensors
         if func.namespace == "prim":
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
+        if self._fakes is not None and func.namespace in NAMESPACES:
+            return self.collectives.record(func, args)
         if func.namespace == "c10d":
-            if self._fakes is not None:
-                return self.collectives.record(func, args)
             self.collectives.observe(func, args)
             return func(*args, **kwargs)
         op = operation(func)
@@ -92,6 +99,16 @@ class Tracer(TorchDispatchMode):
             return fakes.run(func, op, args, kwargs)
         except DataDependentOutputException:
             return stand_in(args[0].dtype)
+        except DynamicOutputShapeException:
+            raise ConfigError(
+                f"the step calls {func}, whose result is as large as values say, and a plan has no values; "
+                "let shapes follow from those of inputs, as with torch.where instead of a mask as an index"
+            ) from None
+        except UnsupportedOperatorException:
+            raise ConfigError(
+                f"the step calls {func}, which has no fake kernel to tell shapes by; give it one with "
+                "torch.library.register_fake"
+            ) from None
 
 
 def stand_in(dtype: torch.dtype) -> float | int | bool:
@@ -104,6 +121,7 @@ def stand_in(dtype: torch.dtype) -> float | int | bool:
 def _grouped_mm(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None = None, *rest: Any) -> torch.Tensor:
     """Shapes of the result alone, in every dtype; torch's own fake kernel knows bf16 only."""
     if left.ndim == right.ndim == 2:
-        assert offs is not None
+        if offs is None:
+            raise ConfigError("the step calls grouped_mm with two matrices and no offs; give the ends of the groups")
         return left.new_empty((offs.shape[0], left.shape[0], right.shape[1]))
     return left.new_empty((*left.shape[:-1], right.shape[-1]))
