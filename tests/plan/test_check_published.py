@@ -49,7 +49,7 @@ def test_the_verdict_sorts_rows_by_their_error() -> None:
     def row(name: str, predicted: float, use: str = "predicted", group: str = "reference") -> Row:
         return Row(group, name, "s", 100.0, predicted, use, "simulation", ())
 
-    explained, _, beyond, judged = _verdict(
+    explained, beyond, judged = _verdict(
         [row("near", 95.0), row("far", 150.0), row("a", 110.0, "judged", "peers"), row("b", 70.0, "judged", "peers")]
     )
     assert explained.endswith("near")

@@ -49,10 +49,13 @@ def to_rows_twice(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`to_rows` for two uses: the same rows [N, D], named twice.
 
-    Their two gradients are then added on the way back to tokens and not before it; on a GPU, unless `fuse` is off, in
-    the kernel that reads them.
+    On a GPU, unless `fuse` is off, and where each token has one row, the two gradients are added by the kernel that
+    takes them back to tokens, and not before it.
     """
-    return _ToRowsTwice.apply(tokens, order, place, fuse)  # type: ignore[no-any-return]
+    if fuse and on_gpu(tokens) and len(tokens) == order.numel():
+        return _ToRowsTwice.apply(tokens, order, place)  # type: ignore[no-any-return]
+    rows = to_rows(tokens, order=order, place=place)
+    return rows, rows
 
 
 def sum_to_tokens(
@@ -82,20 +85,16 @@ class _ToRows(torch.autograd.Function):
 class _ToRowsTwice(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tokens: torch.Tensor, order: torch.Tensor, place: torch.Tensor, fuse: bool
+        ctx: Any, tokens: torch.Tensor, order: torch.Tensor, place: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.top_k, ctx.fuse = order.numel() // tokens.shape[0] if len(tokens) else 1, fuse and on_gpu(tokens)
         ctx.save_for_backward(place)
-        rows = _spread(tokens, order, ctx.top_k)
+        rows = tokens.index_select(0, order)
         return rows, rows.view_as(rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (place,) = ctx.saved_tensors
-        first, second = grads
-        if ctx.fuse and ctx.top_k == 1:
-            return _rows_of_both(first, second, place), None, None, None
-        return _gather_sum(first + second, place, ctx.top_k), None, None, None
+        return _rows_of_both(*grads, place), None, None
 
 
 @fused

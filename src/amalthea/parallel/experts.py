@@ -91,10 +91,9 @@ class AllToAllDispatcher:
         tensors = (x, weights.reshape(-1, 1))
         buffers = [trip.depart(to_rows(t, order=order, place=place)) for trip, t in zip(there, tensors, strict=True)]
         yield False
-        rows, row_weights = (trip.arrive(buffer) for trip, buffer in zip(there, buffers, strict=True))
+        arrived = [trip.arrive(buffer) for trip, buffer in zip(there, buffers, strict=True)]
         del buffers, tensors
-        visit = Visit(rows, row_weights, sorting.received, experts, also=(order,))
-        del rows, row_weights
+        visit = Visit(arrived, sorting.received, experts, also=(order,))
         yield False
         back = Trip(self.group, received, sent)
         with last_of_block():
@@ -105,26 +104,28 @@ class AllToAllDispatcher:
 
 
 class Visit:
-    """Received rows [M, D], which lie by (sender, expert), at their experts.
+    """Received rows [M, D] and weights [M, 1], which lie by (sender, expert), at their experts.
 
-    Everything but the last product is done at once; `also` is held with what the rest needs in backward.
+    Everything but the last product is done at once; `also` is held with what the rest needs in backward. They are taken
+    out of the list `arrived`, so that nobody holds rows that have been sorted.
     """
 
     def __init__(
         self,
-        rows: torch.Tensor,
-        weights: torch.Tensor,
+        arrived: list[torch.Tensor],
         received: torch.Tensor,
         experts: Experts,
         *,
         also: Sequence[torch.Tensor] = (),
     ) -> None:
+        weights, rows = arrived.pop(), arrived.pop()
         num_senders, num_local = received.shape
         expert = torch.arange(num_local, device=rows.device).repeat(num_senders)
         expert = torch.repeat_interleave(expert, received.flatten(), output_size=rows.shape[0])
         self._order, self._place, counts = sort_by_expert(expert[:, None], num_local)
         sorted_rows = to_rows_twice(rows, order=self._order, place=self._place, fuse=experts.fuse)
         sorted_weights = to_rows(weights, order=self._order, place=self._place)[:, 0]
+        del rows, weights
         ends = counts.cumsum(0).to(torch.int32)
         self._inner: Inner | None = experts.inner(sorted_rows, sorted_weights, ends, also=(self._order, *also))
         self._held = self._inner.also

@@ -107,10 +107,9 @@ class HierarchicalDispatcher:
         buffers = [trip.depart(tensor) for trip, tensor in zip(there, tensors, strict=True)]
         del rows, node_weights, tensors
         yield False
-        rows, row_weights = (trip.arrive(buffer) for trip, buffer in zip(there, buffers, strict=True))
+        arrived = [trip.arrive(buffer) for trip, buffer in zip(there, buffers, strict=True)]
         del buffers
-        visit = Visit(rows, row_weights, from_ranks, experts, also=(fan.source, fan_inside.source))
-        del rows, row_weights
+        visit = Visit(arrived, from_ranks, experts, also=(fan.source, fan_inside.source))
         yield False
         back = Trip(self.inside, *reversed(inside))
         with last_of_block():

@@ -13,6 +13,8 @@ from typing import Any
 from amalthea.config.check import resolve
 from amalthea.config.overrides import apply_overrides
 from amalthea.config.run import RunConfig
+from amalthea.core.units import GIB
+from amalthea.plan.devices import host_cap_bytes
 from amalthea.plan.optimizer_published import is_reference, published_estimates
 from amalthea.plan.setting import Code, Setting
 from amalthea.plan.sketch import Sketch, sketch
@@ -77,8 +79,11 @@ def levers(config: RunConfig, setting: Setting) -> Iterator[Lever]:
     """In the order in which they are pulled; the first is the plain layout."""
     seq_len, batch = config.data.seq_len, config.train.global_batch_tokens
     plain = (
+        "kernels=eager",
+        "flash_attention=torch",
         "memory.unshard_async_op=false",
         "memory.sequences_per_gather=1",
+        "parallel.dispatch_chunks=1",
         "parallel.reduce_dtype=fp32",
     )
     offload = ("memory.recompute=block", "memory.offload=true")
@@ -102,11 +107,31 @@ def levers(config: RunConfig, setting: Setting) -> Iterator[Lever]:
         yield Lever("recompute, FSDP2's streams, gradients in fp32", (*plain, "memory.recompute=block"))
         yield Lever("unshard_async_op", ("memory.unshard_async_op=true",))
     yield Lever("gradients reduced in bf16", ("parallel.reduce_dtype=bf16",))
-    # As large as now, so that twice the batch is twice the passes.
-    microbatch = resolve(config, world_size=setting.num_gpus).microbatch_sequences
+    yield from _larger_steps(config, setting)
+    if config.parallel.ep > 1:
+        yield Lever("rows travel in chunks, one while another is computed", ("parallel.dispatch_chunks=2",))
+    yield Lever("fused kernels", ("kernels=fused",))
+    if setting.cluster.is_hopper:
+        yield Lever("FlashAttention-3", ("flash_attention=fa3",))
+
+
+def _larger_steps(config: RunConfig, setting: Setting) -> Iterator[Lever]:
+    """More tokens under each gather: passes as large as now, of sequences that a node shares where there is a host to
+    hold their boundaries, and twice the batch."""
+    resolved = resolve(config, world_size=setting.num_gpus)
+    per_node, passes = min(setting.cluster.gpus_per_node, resolved.dp_shard * resolved.cp), 2
+    sequences, budget = resolved.microbatch_sequences, ()
+    shares = resolved.cp == 1 < per_node and config.data.seq_len % per_node == 0 and config.memory.offload
+    if shares:
+        # Each rank holds half a sequence a pass: what a block needs beside its boundary is half as much.
+        sequences, passes = max(1, sequences * per_node // 2), 4
+        budget_gib = int(host_cap_bytes(setting.cluster, setting.reserves) / GIB)
+        budget = (f"memory.offload_budget_gib={budget_gib}",)
+        shared = (f"parallel.cp={per_node}", f"train.microbatch_sequences={sequences}", "memory.sequences_per_gather=2")
+        yield Lever("sequences shared inside a node, in two passes of half the tokens", shared)
     doubled = (
-        "memory.sequences_per_gather=2",
-        f"train.microbatch_sequences={microbatch}",
-        f"train.global_batch_tokens={2 * batch}",
+        f"memory.sequences_per_gather={passes}",
+        f"train.microbatch_sequences={sequences}",
+        f"train.global_batch_tokens={2 * config.train.global_batch_tokens}",
     )
-    yield Lever("two passes under each gather, and twice the batch", doubled)
+    yield Lever(f"twice the batch, {passes} passes under each gather", (*doubled, *budget))
