@@ -202,6 +202,9 @@ def test_degrees_that_do_not_fit_are_refused_but_a_batch_is_no_matter() -> None:
     with pytest.raises(ConfigError, match=r"parallel\.ep is 4"):
         plan_optimizer_step(europa_1t(), num_gpus=1532)
     assert plan_optimizer_step(muon_config(), num_gpus=5).num_gpus == 5
+    # Eight passes of the run's batch share a gather; here there are fewer.
+    several = muon_config(memory__sequences_per_gather=8, train__microbatch_sequences=1)
+    assert plan_optimizer_step(several, num_gpus=4).num_gpus == 4
 
 
 def test_adamw_is_reduced_where_replicas_own() -> None:

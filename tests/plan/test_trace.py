@@ -5,17 +5,14 @@ from __future__ import annotations
 import gc
 import resource
 from collections import Counter
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from support.ranks import run_ranks
 from support.tiny import SEQ_LEN, SEQUENCES, microbatches, tiny_config
-from torch.distributed._functional_collectives import all_gather_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amalthea.config.check import resolve
@@ -466,50 +463,6 @@ def trace_inside(world: World, config: RunConfig) -> str:
     with pytest.raises(RuntimeError) as caught:
         traced(config, 0, 2)
     return str(caught.value)
-
-
-def _masked() -> None:
-    x = torch.ones(4)
-    x[x > 0]
-
-
-def _gathered() -> None:
-    dist.all_gather([torch.empty(4), torch.empty(4)], torch.ones(4))
-
-
-def _functional() -> None:
-    # Its fake kernel would pass for a local one.
-    all_gather_tensor(torch.ones(4), 0, dist.group.WORLD)
-
-
-def _without_fake_kernel() -> None:
-    if not hasattr(torch.ops.of_a_user, "twice"):
-        torch.library.define("of_a_user::twice", "(Tensor x) -> Tensor")
-        torch.library.impl("of_a_user::twice", "cpu")(lambda x: 2 * x)
-    torch.ops.of_a_user.twice(torch.ones(4))
-
-
-@pytest.mark.parametrize(
-    ("own", "message"),
-    [
-        (
-            _gathered,
-            r"the step calls c10d::allgather_, a collective that .* has no rule for; .* all_gather_into_tensor",
-        ),
-        (_functional, r"the step calls _c10d_functional::all_gather_into_tensor, a collective"),
-        (dist.barrier, r"the step calls c10d::barrier, a collective"),
-        (_masked, r"aten\.index\.Tensor, whose result is as large as values say.* torch\.where"),
-        (_without_fake_kernel, r"of_a_user\.twice\.default, which has no fake kernel .*register_fake"),
-        (lambda: F.grouped_mm(torch.ones(8, 8), torch.ones(8, 8)), r"grouped_mm with two matrices and no offs"),
-    ],
-)
-def test_what_code_of_ones_own_cannot_be_traced_is_one_clear_error(own: Callable[[], object], message: str) -> None:
-    def step(run: Any, batches: Any, **options: Any) -> None:
-        own()
-        train_step(run, batches, **options)
-
-    with pytest.raises(ConfigError, match=message):
-        trace_step(tiny_config(), rank=0, world_size=2, build=build, train_step=step)
 
 
 def test_a_process_that_trains_is_left_alone() -> None:

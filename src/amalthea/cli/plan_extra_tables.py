@@ -110,10 +110,10 @@ def check_tables(check: Check) -> list[Any]:
 def _retry_tables(check: RetryCheck) -> list[Any]:
     """Retries of the allocator under the cap, and the layout that they are counted on."""
     title = f"retries under a cap of {check.cap_gib:.1f} GiB (simulation)"
-    made = table(title, "gathers", "segments", "allocated", "reserved, no cap", "on other streams", "retries by step")
+    made = table(title, "gathers", "segments", "allocated", "demands", "other streams", "retries by step")
     for row in check.rows:
         made.add_row(
-            "unshard_async_op" if row.unshard_async_op else "FSDP2's streams",
+            "asynchronous" if row.unshard_async_op else "FSDP2's",
             "expandable" if row.expandable_segments else "default",
             f"{row.allocated_bytes / GIB:.1f} GiB",
             f"{row.reserved_bytes / GIB:.1f} GiB",

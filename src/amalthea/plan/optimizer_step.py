@@ -226,11 +226,12 @@ def plan_optimizer_step(config: RunConfig, *, num_gpus: int) -> OptimizerPlan:
 
 
 def _grid(config: RunConfig, num_gpus: int) -> Grid:
-    """The run's grid; a batch that does not divide is no matter here, so there is one sequence for each rank."""
+    """The run's grid; a batch that does not divide is no matter here, so each rank has one sequence, in one pass."""
     if num_gpus < 1:
         raise ValueError(f"{num_gpus} GPUs")
-    batch = config.train.model_copy(update={"global_batch_tokens": num_gpus * config.data.seq_len})
-    resolved = resolve(config.model_copy(update={"train": batch}), world_size=num_gpus)
+    train = config.train.model_copy(update={"global_batch_tokens": num_gpus * config.data.seq_len})
+    memory = config.memory.model_copy(update={"sequences_per_gather": 1})
+    resolved = resolve(config.model_copy(update={"train": train, "memory": memory}), world_size=num_gpus)
     return Grid(resolved.dp_replicate, resolved.fsdp, resolved.ep)
 
 
