@@ -122,7 +122,7 @@ def still_gathered(run: Run) -> int:
     """Bytes of the parameters that FSDP2, where there is any, gathers once for forward and backward."""
     if not isinstance(run.model, FSDPModule):
         return 0
-    once = (run.model.norm, run.model.head)
+    once = (run.model.norm, run.model.head, run.model.groups[-1])
     return sum(parameter.numel() * 4 for module in once for parameter in module.parameters())
 
 

@@ -89,8 +89,10 @@ def test_every_shard_comes_twice_and_every_gradient_leaves_once(resting: Trace) 
     once = copied(phases["forward"])["to_device"]
     assert once == shards
     again = copied(phases["backward"])
-    # The head, and the root's own, are kept from forward.
-    kept = (96 * 32 + 32) * 4 // 2
+    # The head, the last group and the root's own are kept from forward.
+    counted = account(config.model, seq_len=SEQ_LEN)
+    layer = (counted.total_params - 2 * 96 * 32 - 32) // config.model.num_layers
+    kept = (96 * 32 + layer + 32) * 4 // 2
     assert again == {"to_device": shards - kept, "to_host": shards}
     # Norm, then step; weights come and go beside them.
     assert copied(phases["optimizer"]) == {"to_device": 3 * shards, "to_host": shards}
