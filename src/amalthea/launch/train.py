@@ -5,20 +5,26 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, MutableMapping
+from concurrent.futures import ProcessPoolExecutor
 from datetime import datetime
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from amalthea.config.check import ResolvedRun, check_vocab, dispatch_node_ranks, resolve
 from amalthea.config.run import RunConfig
 from amalthea.core.errors import ConfigError
 from amalthea.core.libc import keep_freed_memory
+from amalthea.core.units import GIB
 from amalthea.core.world import World
 from amalthea.launch.failure import on_main_rank, run_together
 from amalthea.launch.manifest import TOKENIZER_FILE, check_same_run, check_writable, write_manifest, write_whole
 from amalthea.launch.paths import cache_dir
 from amalthea.launch.signals import exit_code, listen
 from amalthea.launch.world import discover, process_group
+
+if TYPE_CHECKING:
+    from amalthea.plan.start import Room
 
 RUNS_FOLDER = Path("runs")
 
@@ -48,6 +54,8 @@ def run(
     try:
         resolved = resolve(config, world_size=world.size)
         check_memory(config, resolved, world)
+        if world.is_main:
+            check_step(config, world, say=say)
         choose_attention(config, world)
     except ConfigError as error:
         if world.is_main:
@@ -76,6 +84,64 @@ def check_memory(config: RunConfig, resolved: ResolvedRun, world: World) -> None
 
         device_bytes = torch.cuda.get_device_properties(world.local_rank).total_memory
     check_fits(config, resolved, device_bytes, host_bytes)
+
+
+PLANNED_SHARE = 4
+"""On a CPU a step is planned where its lower bound takes more than one part of so many of what there is."""
+
+
+def check_step(config: RunConfig, world: World, *, say: Callable[[str], None] | None = None) -> None:
+    """Refuses a step that does not fit into this rank's memory, by tracing it as `amalthea plan` does.
+
+    In a process of its own, which leaves nothing behind. A step that cannot be traced is let pass, and `say` told.
+    Raises ConfigError, naming the part of the step in which memory runs out and what would fit.
+    """
+    if not config.memory.plan_at_start:
+        return
+    from amalthea.plan.fits import memory_floor
+    from amalthea.plan.setting import Code
+    from amalthea.plan.start import refusal
+    from amalthea.train.build import build
+    from amalthea.train.step import train_step
+
+    room = _room(world)
+    bound = memory_floor(config, resolve(config, world_size=world.size)).device
+    if not room.is_gpu and bound * PLANNED_SHARE < room.device_bytes:
+        return
+    tell = say or (lambda text: None)
+    tell("planning memory")
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        found = pool.submit(
+            refusal,
+            config,
+            room,
+            Code(build, train_step),
+            world_size=world.size,
+            node_ranks=min(world.local_size, world.size),
+        )
+        try:
+            line = found.result()
+        except Exception as error:
+            # Whatever the plan's own trouble is, it must not stop a run that may be all right.
+            tell(f"memory was not planned: {type(error).__name__}: {error}")
+            return
+    if line is not None:
+        raise ConfigError(line)
+
+
+def _room(world: World) -> Room:
+    from amalthea.memory.offload import host_bytes_of_rank
+    from amalthea.plan.devices import Reserves
+    from amalthea.plan.start import Room
+
+    host_bytes = host_bytes_of_rank(world)
+    if world.device != "cuda":
+        return Room(host_bytes, host_bytes, is_gpu=False)
+    import torch
+
+    total = torch.cuda.get_device_properties(world.local_rank).total_memory
+    grows = "expandable_segments:True" in expand_segments()
+    return Room(total - int(Reserves().device_gib * GIB), host_bytes, is_gpu=True, expandable_segments=grows)
 
 
 def choose_attention(config: RunConfig, world: World) -> Literal["torch", "fa3"]:

@@ -38,6 +38,9 @@ class MemoryConfig(Component):
     loss_budget_gib: PositiveFloat | None = None
     """Memory for logits in the vocabulary loss, per rank: chooses how many tokens have theirs at one time. None takes
     `model.loss_chunk_tokens`."""
+    plan_at_start: bool = True
+    """Before a run on a GPU, or one that takes a good part of the host's memory, trace its step and refuse it where it
+    does not fit, as `amalthea plan` would; half a minute for 74 layers."""
     track: bool = False
     """On a CPU, count live tensor storages: peak allocated memory becomes exact, and activations have names where
     memory runs out. Costs about 15 µs an operation. A GPU's allocator counts by itself."""

@@ -122,7 +122,7 @@ def check_fits(config: RunConfig, resolved: ResolvedRun, device_bytes: int, host
         )
     if problems:
         remedies = remedies_that_fit(config, resolved, device_bytes, host_bytes)
-        raise ConfigError(f"{'; '.join(problems)}; {_advice(floor, device_bytes, remedies)}")
+        raise ConfigError(f"{'; '.join(problems)}; {advice(floor.device, device_bytes, remedies)}")
 
 
 def remedies_that_fit(
@@ -130,7 +130,8 @@ def remedies_that_fit(
 ) -> tuple[tuple[str, ...], ...]:
     """Up to three sets of overrides, the cheapest in time first, with which the lower bound fits.
 
-    `pass_bytes`, where they are known, come on top in proportion to the tokens of a pass.
+    `pass_bytes`, a pass's activations where they are known, come on top: in proportion to its tokens, and of one group
+    of blocks at a time where these are recomputed.
     """
     tokens = resolved.pass_tokens(config.data.seq_len)
     found: list[tuple[str, ...]] = []
@@ -140,7 +141,10 @@ def remedies_that_fit(
             continue
         floor = memory_floor(*changed)
         is_wider = any(set(other) <= set(overrides) for other in found)
-        device = floor.device + pass_bytes * changed[1].pass_tokens(config.data.seq_len) / tokens
+        of_pass = pass_bytes * changed[1].pass_tokens(config.data.seq_len) / tokens
+        if config.memory.recompute == "none" != changed[0].memory.recompute:
+            of_pass *= changed[0].memory.blocks_per_group / config.model.num_layers
+        device = floor.device + of_pass
         if device <= device_bytes and floor.host <= host_bytes and not is_wider:
             found.append(overrides)
     return tuple(found[:3])
@@ -203,8 +207,9 @@ def _changed(
         return None
 
 
-def _advice(floor: Floor, device_bytes: int, remedies: tuple[tuple[str, ...], ...]) -> str:
+def advice(needed_bytes: int, device_bytes: int, remedies: tuple[tuple[str, ...], ...]) -> str:
+    """What to do, in words: the remedies, or how many more GPUs to take."""
     if remedies:
         return f"would fit: {', or '.join(' '.join(overrides) for overrides in remedies)}"
-    times = floor.device / max(1, device_bytes)
+    times = needed_bytes / max(1, device_bytes)
     return f"no memory setting is enough; take about {max(2.0, times):.0f} times as many GPUs, or a smaller model"
