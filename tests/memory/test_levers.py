@@ -98,6 +98,17 @@ def test_breadth_first(plain: dict[str, Curve], mesh: str, lever: str) -> None:
         torch.testing.assert_close(found.parameters[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("mesh", ["1 rank", "2 ranks"])
+def test_four_passes_under_one_gather(plain: dict[str, Curve], mesh: str) -> None:
+    found = curve(mesh, memory__sequences_per_gather=4, memory__recompute="block", memory__offload=True)
+    expected = plain[mesh]
+    assert found.losses == pytest.approx(expected.losses, abs=1e-6)
+    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)
+    assert found.counts == expected.counts
+    for name, value in expected.parameters.items():
+        torch.testing.assert_close(found.parameters[name], value, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("memory", [{}, {"memory__recompute": "block"}, {"memory__recompute": "selective"}], ids=str)
 @pytest.mark.parametrize("mesh", ["ep2-fsdp2", "by node"])
 def test_chunks_that_take_turns(mesh: str, memory: dict[str, Any]) -> None:
