@@ -15,10 +15,12 @@ from amalthea.config.check import resolve
 from amalthea.config.overrides import apply_overrides
 from amalthea.config.run import RunConfig
 from amalthea.plan import search as searching
-from amalthea.plan.levers import ladder
+from amalthea.plan.clusters import get_cluster
+from amalthea.plan.levers import ladder, levers
 from amalthea.plan.search import combinations, overrides_of, search
 from amalthea.plan.setting import Code, Setting
 from amalthea.plan.sketch import sketch
+from amalthea.recipes.europa_1t import europa_1t
 from amalthea.train.build import build
 from amalthea.train.step import train_step
 
@@ -95,3 +97,25 @@ def test_the_ladder_changes_one_thing_at_a_time() -> None:
     first: Any = rungs[0].to_json()
     assert first["tokens_per_s_per_gpu"] == pytest.approx(first["step_s"] and rungs[0].sketch.tokens / first["step_s"])
     assert rungs[-1].sketch.tokens == 2 * rungs[0].sketch.tokens
+
+
+def test_the_reference_models_ladder_is_the_same_from_any_layout() -> None:
+    setting = Setting(get_cluster("jupiter"), 1536)
+    best = (
+        "parallel.cp=4",
+        "parallel.dispatch_chunks=2",
+        "train.microbatch_sequences=2",
+        "train.global_batch_tokens=201326592",
+        "memory.sequences_per_gather=4",
+        "memory.offload_budget_gib=94",
+        "flash_attention=fa3",
+    )
+    ladders = [
+        [(lever.name, lever.overrides) for lever in levers(apply_overrides(europa_1t(), changes), setting)]
+        for changes in ((), best)
+    ]
+    assert ladders[0] == ladders[1]
+    config = europa_1t()
+    for _, overrides in ladders[0]:
+        config = apply_overrides(config, overrides)
+        resolve(config, world_size=1536)

@@ -77,8 +77,8 @@ def ladder(
 
 def levers(config: RunConfig, setting: Setting) -> Iterator[Lever]:
     """In the order in which they are pulled; the first is the plain layout."""
-    seq_len, batch = config.data.seq_len, config.train.global_batch_tokens
-    plain = (
+    seq_len = config.data.seq_len
+    plain: tuple[str, ...] = (
         "kernels=eager",
         "flash_attention=torch",
         "memory.unshard_async_op=false",
@@ -88,6 +88,15 @@ def levers(config: RunConfig, setting: Setting) -> Iterator[Lever]:
     )
     offload = ("memory.recompute=block", "memory.offload=true")
     if is_reference(config.model) and seq_len > 8192:
+        # From where the published run began, whatever the layout that is being planned.
+        plain += (
+            "parallel.cp=1",
+            "train.microbatch_sequences=1",
+            "memory.blocks_per_group=1",
+            "memory.loss_budget_gib=none",
+            "memory.offload_budget_gib=none",
+        )
+        batch = seq_len * setting.num_gpus
         before, after = (one.estimated_s for one in published_estimates(config.model))
         short = ("data.seq_len=8192", f"train.global_batch_tokens={8192 * setting.num_gpus}")
         yield Lever(
@@ -103,6 +112,7 @@ def levers(config: RunConfig, setting: Setting) -> Iterator[Lever]:
         )
         yield Lever("unshard_async_op", ("memory.unshard_async_op=true",), after)
         yield Lever("every dense matrix has one owner")
+        config = apply_overrides(config, (*plain, *offload, f"train.global_batch_tokens={batch}"))
     else:
         yield Lever("recompute, FSDP2's streams, gradients in fp32", (*plain, "memory.recompute=block"))
         yield Lever("unshard_async_op", ("memory.unshard_async_op=true",))
