@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import run_ranks
-from support.tiny import microbatches, tiny_config, whole_state
+from support.tiny import Outcome, microbatches, resumed, same, steps, tiny_config, uninterrupted, whole_state
 
-from amalthea.checkpoint import store
 from amalthea.config.check import resolve
 from amalthea.config.run import RunConfig
 from amalthea.core.errors import ConfigError, TrainingError
@@ -21,8 +20,8 @@ from amalthea.memory.state import HostState
 from amalthea.model.transformer import Transformer
 from amalthea.optim import resting
 from amalthea.parallel.fsdp import allocate
-from amalthea.train.build import Run, build
-from amalthea.train.step import forward, train_step
+from amalthea.train.build import build
+from amalthea.train.step import forward
 
 from .stressed import ForgetsToWait, StressedCopies
 from .watched import GuardedCopies, GuardsHost
@@ -57,7 +56,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 ENGINES = (None, "guarded", "random", "latest")
 """Who copies; every other time optimizer state rests too. With several ranks the second and the last."""
-Outcome = tuple[list[float], dict[str, torch.Tensor]]
 
 
 def config_of(settings: dict[str, Any], *, parameters: bool, state: bool = False) -> RunConfig:
@@ -76,10 +74,6 @@ def engine_of(name: str | None, rank: int) -> Copies | None:
             return ForgetsToWait(lane=name, host_is_kept=True)
         case _:
             return StressedCopies(seed=rank, max_delay_s=None if name == "latest" else 0.002, host_is_kept=True)
-
-
-def steps(run: Run, numbers: range) -> list[float]:
-    return [train_step(run, microbatches(run, step), lr_factor=1.0, tallies=()).grad_norm for step in numbers]
 
 
 def three_steps(world: World, config: RunConfig, engine: str | None) -> Outcome:
@@ -101,10 +95,6 @@ def three_steps(world: World, config: RunConfig, engine: str | None) -> Outcome:
     with torch.no_grad():
         losses = forward(run, microbatches(run, 3)[0], per_token=True).result
     return [*norms, *losses.flatten().tolist()], whole_state(run)
-
-
-def same(left: Outcome, right: Outcome) -> bool:
-    return left[0] == right[0] and all(torch.equal(left[1][name], right[1][name]) for name in right[1])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -156,30 +146,14 @@ def test_a_mistake_is_seen(mutant: str) -> None:
     assert run_ranks(1, seen_of_mutant, "adamw", mutant) == [True]
 
 
-def resumed(world: World, folder: str, settings: dict[str, Any], switches: tuple[bool, bool]) -> Outcome:
-    """Two steps, a save, and in a new run two more; parameters rest in host memory before, after, or both."""
-    before, after = (config_of(settings, parameters=parameters) for parameters in switches)
-    run = build(before, resolve(before, world_size=world.size), world)
-    norms = steps(run, range(2))
-    path = store.save(Path(folder), step=2, tensors=run.named_tensors(), progress={}, world=world, keep=1)
-    run = build(after, resolve(after, world_size=world.size), world)
-    store.load(path, run.named_tensors())
-    return norms + steps(run, range(2, 4)), whole_state(run)
-
-
-def uninterrupted(world: World, settings: dict[str, Any]) -> Outcome:
-    config = config_of(settings, parameters=False)
-    run = build(config, resolve(config, world_size=world.size), world)
-    return steps(run, range(4)), whole_state(run)
-
-
 @pytest.mark.parametrize("case", ["adamw", "muon, owning, ep2"])
 def test_a_checkpoint_is_read_with_and_without_the_switch(case: str, tmp_path: Path) -> None:
     num_ranks, settings = CASES[case]
-    plain = run_ranks(num_ranks, uninterrupted, settings)[0]
+    plain = run_ranks(num_ranks, uninterrupted, config_of(settings, parameters=False))[0]
     for switches in ((True, False), (False, True), (True, True))[: 3 if num_ranks == 1 else 2]:
         folder = str(tmp_path / f"{switches}")
-        assert same(run_ranks(num_ranks, resumed, folder, settings, switches)[0], plain), switches
+        before, after = (config_of(settings, parameters=parameters) for parameters in switches)
+        assert same(run_ranks(num_ranks, resumed, folder, before, after)[0], plain), switches
 
 
 def changed_and_read(forgets: bool) -> list[float]:

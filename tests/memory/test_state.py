@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import run_ranks
-from support.tiny import microbatches, tiny_config, whole_state
+from support.tiny import Outcome, resumed, same, steps, tiny_config, uninterrupted, whole_state
 
-from amalthea.checkpoint import store
 from amalthea.config.check import resolve
 from amalthea.config.run import RunConfig
 from amalthea.core.errors import ConfigError, TrainingError
@@ -18,8 +17,7 @@ from amalthea.core.world import World
 from amalthea.memory.copies import Copies, DirectCopies, Ticket
 from amalthea.memory.state import HostState
 from amalthea.optim import resting
-from amalthea.train.build import Run, build
-from amalthea.train.step import train_step
+from amalthea.train.build import build
 
 from .stressed import ForgetsToWait, StressedCopies
 
@@ -31,15 +29,10 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "muon, 2 ranks": (2, MUON),
     "muon, hsdp-ep2": (4, {**MUON, "parallel__dp_replicate": 2, "parallel__ep": 2}),
 }
-Outcome = tuple[list[float], dict[str, torch.Tensor]]
 
 
 def config_of(parallel: dict[str, Any], *, offload: bool) -> RunConfig:
     return tiny_config(memory__offload_optimizer=offload, **parallel)
-
-
-def steps(run: Run, numbers: range) -> list[float]:
-    return [train_step(run, microbatches(run, step), lr_factor=1.0, tallies=()).grad_norm for step in numbers]
 
 
 def three_steps(world: World, config: RunConfig, engine: str | None) -> Outcome:
@@ -61,10 +54,6 @@ def three_steps(world: World, config: RunConfig, engine: str | None) -> Outcome:
             copies.close()
             assert copies.num_copies >= 3 * 2 * 2
     return norms, whole_state(run)
-
-
-def same(left: Outcome, right: Outcome) -> bool:
-    return left[0] == right[0] and all(torch.equal(left[1][name], right[1][name]) for name in right[1])
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -89,30 +78,14 @@ def outcome_of_mistake(world: World, config: RunConfig, forgotten: str) -> Outco
         return None
 
 
-def resumed(world: World, folder: str, parallel: dict[str, Any], offloads: tuple[bool, bool]) -> Outcome:
-    """Two steps, a save, and in a new run two more; state rests in host memory before, after, or both."""
-    before, after = (config_of(parallel, offload=offload) for offload in offloads)
-    run = build(before, resolve(before, world_size=world.size), world)
-    norms = steps(run, range(2))
-    path = store.save(Path(folder), step=2, tensors=run.named_tensors(), progress={}, world=world, keep=1)
-    run = build(after, resolve(after, world_size=world.size), world)
-    store.load(path, run.named_tensors())
-    return norms + steps(run, range(2, 4)), whole_state(run)
-
-
-def uninterrupted(world: World, parallel: dict[str, Any]) -> Outcome:
-    config = config_of(parallel, offload=False)
-    run = build(config, resolve(config, world_size=world.size), world)
-    return steps(run, range(4)), whole_state(run)
-
-
 @pytest.mark.parametrize("mesh", ["adamw", "muon, 2 ranks"])
 def test_state_survives_a_checkpoint_with_and_without_offload(mesh: str, tmp_path: Path) -> None:
     num_ranks, parallel = MESHES[mesh]
-    plain = run_ranks(num_ranks, uninterrupted, parallel)[0]
+    plain = run_ranks(num_ranks, uninterrupted, config_of(parallel, offload=False))[0]
     for offloads in ((True, True), (True, False), (False, True)):
         folder = str(tmp_path / f"{offloads}")
-        assert same(run_ranks(num_ranks, resumed, folder, parallel, offloads)[0], plain), offloads
+        before, after = (config_of(parallel, offload=offload) for offload in offloads)
+        assert same(run_ranks(num_ranks, resumed, folder, before, after)[0], plain), offloads
 
 
 class Noted(DirectCopies):

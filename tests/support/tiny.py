@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from amalthea.checkpoint import store
 from amalthea.config.check import resolve
 from amalthea.config.run import RunConfig
 from amalthea.core.world import World
@@ -101,3 +103,32 @@ def run_steps(world: World, config: RunConfig, num_steps: int) -> Curve:
     return Curve(
         [r.loss for r in results], [r.grad_norm for r in results], [r.expert_counts for r in results], whole_state(run)
     )
+
+
+Outcome = tuple[list[float], dict[str, torch.Tensor]]
+"""Gradient norms of steps, and all that a checkpoint holds, whole."""
+
+
+def steps(run: Run, numbers: range) -> list[float]:
+    return [train_step(run, microbatches(run, step), lr_factor=1.0, tallies=()).grad_norm for step in numbers]
+
+
+def resumed(world: World, folder: str, before: RunConfig, after: RunConfig) -> Outcome:
+    """Two steps, a save, and in a new run of another configuration two more."""
+    run = build(before, resolve(before, world_size=world.size), world)
+    norms = steps(run, range(2))
+    path = store.save(Path(folder), step=2, tensors=run.named_tensors(), progress={}, world=world, keep=1)
+    run = build(after, resolve(after, world_size=world.size), world)
+    store.load(path, run.named_tensors())
+    return norms + steps(run, range(2, 4)), whole_state(run)
+
+
+def uninterrupted(world: World, config: RunConfig) -> Outcome:
+    """Four steps at once."""
+    run = build(config, resolve(config, world_size=world.size), world)
+    return steps(run, range(4)), whole_state(run)
+
+
+def same(left: Outcome, right: Outcome) -> bool:
+    """Bit for bit."""
+    return left[0] == right[0] and all(torch.equal(left[1][name], right[1][name]) for name in right[1])
