@@ -56,7 +56,7 @@ def run(
         check_memory(config, resolved, world)
         if world.is_main:
             check_step(config, world, say=say)
-        choose_attention(config, world)
+        set_up_attention(config, world)
     except ConfigError as error:
         if world.is_main:
             raise
@@ -144,15 +144,20 @@ def _room(world: World) -> Room:
     return Room(total - int(Reserves().device_gib * GIB), host_bytes, is_gpu=True, expandable_segments=grows)
 
 
-def choose_attention(config: RunConfig, world: World) -> Literal["torch", "fa3"]:
+def set_up_attention(config: RunConfig, world: World) -> None:
     """Sets this process's flash kernels up. Raises ConfigError where its device cannot have what was asked for."""
+    from amalthea.kernels.flash import use_flash_attention
+
+    use_flash_attention(flash_attention_of(config, world))
+
+
+def flash_attention_of(config: RunConfig, world: World) -> Literal["torch", "fa3"]:
+    """What this rank's device takes. Raises ConfigError where it cannot have what was asked for."""
     import torch
 
-    from amalthea.kernels.flash import choose_flash_attention, use_flash_attention
+    from amalthea.kernels.flash import choose_flash_attention
 
-    chosen = choose_flash_attention(config.flash_attention, torch.device(world.torch_device))
-    use_flash_attention(chosen)
-    return chosen
+    return choose_flash_attention(config.flash_attention, torch.device(world.torch_device))
 
 
 def expand_segments(environ: MutableMapping[str, str] = os.environ) -> str:
@@ -187,7 +192,7 @@ def chosen_automatically(config: RunConfig, resolved: ResolvedRun, world: World)
     if world.device == "cuda":
         chosen["allocator"] = expand_segments()
         if config.flash_attention == "auto":
-            chosen["flash_attention"] = choose_attention(config, world)
+            chosen["flash_attention"] = flash_attention_of(config, world)
     if config.parallel.dp_shard == "auto":
         chosen["parallel.dp_shard"] = resolved.dp_shard
     if config.parallel.dispatch == "auto":

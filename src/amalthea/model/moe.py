@@ -105,10 +105,6 @@ class Experts(nn.Module):
         (hidden, weight), held = hold((hidden, local_tensor(self.w_down)), (ends, *also))
         return Inner(hidden, weight, ends, held)
 
-    def forward(self, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Shapes as in `inner`; returns [N, D]."""
-        return self.inner((rows, rows), weights, ends).down()
-
 
 class Inner(NamedTuple):
     """Experts before their last product: hidden [N, F], its weight [local experts, D, F], ends, and what holds them."""

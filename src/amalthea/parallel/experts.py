@@ -52,6 +52,22 @@ class Sorting:
     """Rows from each rank for each expert here, [P, E / P]."""
 
 
+def sort_chunks(
+    keys: Sequence[torch.Tensor], num_keys: int, group: dist.ProcessGroup, read_splits: ReadSplits
+) -> tuple[list[Sorting], torch.Tensor]:
+    """Sorts the slots of each chunk by key, int64 [T, K], where `num_keys` stands for a slot that goes nowhere.
+
+    Returns the sortings, and the rows of each key, int64 [C, keys]. Communication: `exchange_counts`.
+    """
+    found = [sort_by_expert(key, num_keys + 1) for key in keys]
+    counts = torch.stack([rows[:-1] for *_, rows in found])
+    splits, received = exchange_counts(counts, group, read_splits)
+    sortings = [
+        Sorting(order, place, sent, came) for (order, place, _), sent, came in zip(found, splits, received, strict=True)
+    ]
+    return sortings, counts
+
+
 class AllToAllDispatcher:
     """Sends each row to the rank that holds its expert, and the result back.
 
@@ -69,13 +85,8 @@ class AllToAllDispatcher:
         self, x: torch.Tensor, routing: Routing, experts: Experts, shared: SharedExperts | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         chunks = cut(x, routing, self.num_chunks)
-        sorted_chunks = [sort_by_expert(chosen, self.num_experts) for _, chosen, _ in chunks]
-        counts = torch.stack([counts for *_, counts in sorted_chunks])
-        splits, received = exchange_counts(counts, self.group, self.read_splits)
-        sortings = [
-            Sorting(order, place, sent, came)
-            for (order, place, _), sent, came in zip(sorted_chunks, splits, received, strict=True)
-        ]
+        chosen = [experts_of for _, experts_of, _ in chunks]
+        sortings, counts = sort_chunks(chosen, self.num_experts, self.group, self.read_splits)
         travels = [
             self._travel(tokens, weights, sorting, experts)
             for (tokens, _, weights), sorting in zip(chunks, sortings, strict=True)

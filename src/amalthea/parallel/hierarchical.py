@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from amalthea.kernels.fan import Fan, fan_in, fan_of, fan_out
-from amalthea.kernels.permute import count_slots, sort_by_expert
+from amalthea.kernels.permute import count_slots
 from amalthea.kernels.saved import last_of_block
 from amalthea.model.moe import Experts, Routing, SharedExperts
 from amalthea.model.transformer import Transformer
-from amalthea.parallel.all_to_all import ReadSplits, Splits, Trip, exchange_counts
-from amalthea.parallel.experts import Sorting, Visit
+from amalthea.parallel.all_to_all import ReadSplits, Splits, Trip
+from amalthea.parallel.experts import Sorting, Visit, sort_chunks
 from amalthea.parallel.in_turn import Travel, cut, travel_with
 
 
@@ -60,13 +60,7 @@ class HierarchicalDispatcher:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         chunks = cut(x, routing, self.num_chunks)
         keys = [self._first_choice_of_each_node(chosen) for _, chosen, _ in chunks]
-        sorted_chunks = [sort_by_expert(key, self.num_nodes + 1) for key in keys]
-        rows_to_nodes = torch.stack([counts[:-1] for *_, counts in sorted_chunks])
-        splits, received = exchange_counts(rows_to_nodes, self.across, self.read_splits)
-        sortings = [
-            Sorting(order, place, sent, came)
-            for (order, place, _), sent, came in zip(sorted_chunks, splits, received, strict=True)
-        ]
+        sortings, _ = sort_chunks(keys, self.num_nodes, self.across, self.read_splits)
         travels = [
             self._travel(*chunk, key, sorting, experts)
             for chunk, key, sorting in zip(chunks, keys, sortings, strict=True)
@@ -124,6 +118,6 @@ class HierarchicalDispatcher:
 
     def _sort_on_node(self, numbers: torch.Tensor) -> tuple[Splits, Fan, torch.Tensor]:
         """Expert numbers [A, K], F where a choice is elsewhere → where rows go inside the node, and what comes."""
-        order, place, rows_to_experts = sort_by_expert(numbers, self.node_experts + 1)
-        (splits,), (received,) = exchange_counts(rows_to_experts[None, :-1], self.inside, self.read_splits)
-        return splits, fan_of(order, place, sum(splits[0]), numbers.shape[1]), received
+        (sorting,), _ = sort_chunks([numbers], self.node_experts, self.inside, self.read_splits)
+        num_rows = sum(sorting.splits[0])
+        return sorting.splits, fan_of(sorting.order, sorting.place, num_rows, numbers.shape[1]), sorting.received

@@ -54,6 +54,11 @@ class Moment:
     def stranded_bytes(self) -> int:
         return self.reserved_bytes - self.allocated_bytes
 
+    @property
+    def pass_bytes(self) -> int:
+        """Allocated for activations, kept or recomputed, which grow with the tokens of a pass."""
+        return self.by_class.get("recomputed", 0) + self.by_class.get("activations", 0)
+
 
 @dataclass(frozen=True)
 class Holder:

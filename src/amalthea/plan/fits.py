@@ -150,6 +150,20 @@ def remedies_that_fit(
     return tuple(found[:3])
 
 
+def remedies_for_step(
+    config: RunConfig,
+    resolved: ResolvedRun,
+    device_bytes: int,
+    host_bytes: int,
+    *,
+    peak_bytes: int,
+    pass_bytes: int,
+) -> tuple[tuple[str, ...], ...]:
+    """As `remedies_that_fit`, with what a step of this peak needs beyond the bound added to that of each change."""
+    beyond = max(0, peak_bytes - memory_floor(config, resolved).device - pass_bytes)
+    return remedies_that_fit(config, resolved, device_bytes - beyond, host_bytes, pass_bytes=pass_bytes)
+
+
 def _boundaries(config: RunConfig, resolved: ResolvedRun) -> tuple[int, int]:
     """Bytes on the device and on the host: of groups' inputs, or of blocks' without recompute, which keep more."""
     memory = config.memory

@@ -18,7 +18,7 @@ from amalthea.plan.allocator import MemoryReplay, Usage, replay
 from amalthea.plan.budget import Budget, budget
 from amalthea.plan.devices import device_cap_gib, gib, host_cap_bytes
 from amalthea.plan.events import Trace
-from amalthea.plan.fits import memory_floor, remedies_that_fit
+from amalthea.plan.fits import remedies_for_step
 from amalthea.plan.optimizer_step import OptimizerPlan, plan_optimizer_step
 from amalthea.plan.optimizer_time import StepEstimate, estimate_step
 from amalthea.plan.setting import Code, Setting
@@ -120,7 +120,6 @@ class RunPlan:
 
     def _memory_json(self) -> dict[str, Any]:
         usage, at = self.usage, self.usage.peak_allocated
-        recomputed = at.by_class.get("recomputed", 0) + at.by_class.get("activations", 0)
         return {
             "figures_are": "simulation",
             "fits": self.fits,
@@ -147,7 +146,7 @@ class RunPlan:
             "reserved_gib_other_allocator": gib(self.other_allocator.demand.peak_reserved.reserved_bytes),
             "leans_on": {
                 "assumption": "experts are loaded as stated, and evenly over layers",
-                "sensitivity": f"a tenth more rows on this rank take up to {gib(recomputed) * CHANGE:.1f} GiB more",
+                "sensitivity": f"a tenth more rows on this rank take up to {gib(at.pass_bytes) * CHANGE:.1f} GiB more",
             },
             "assumptions": [*self.setting.reserves.lines()],
         }
@@ -273,16 +272,12 @@ def plan_run(
 
 
 def _remedies(plan: RunPlan) -> tuple[tuple[str, ...], ...]:
-    """By the lower bound, with what this step needs beyond it added to the bound of each change."""
-    floor = memory_floor(plan.config, plan.resolved)
     peak = plan.memory.demand.peak_allocated
-    of_pass = peak.by_class.get("recomputed", 0) + peak.by_class.get("activations", 0)
-    beyond = max(0, peak.allocated_bytes - floor.device - of_pass)
-    room = int(device_cap_gib(plan.setting.cluster, plan.setting.reserves) * GIB) - beyond
-    return remedies_that_fit(
+    return remedies_for_step(
         plan.config,
         plan.resolved,
-        room,
+        int(device_cap_gib(plan.setting.cluster, plan.setting.reserves) * GIB),
         host_cap_bytes(plan.setting.cluster, plan.setting.reserves),
-        pass_bytes=of_pass,
+        peak_bytes=peak.allocated_bytes,
+        pass_bytes=peak.pass_bytes,
     )

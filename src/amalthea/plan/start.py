@@ -11,9 +11,9 @@ from typing import NamedTuple
 from amalthea.config.check import resolve
 from amalthea.config.run import RunConfig
 from amalthea.core.units import GIB, format_bytes
-from amalthea.plan.allocator import AllocatorSettings, Moment, replay
+from amalthea.plan.allocator import AllocatorSettings, replay
 from amalthea.plan.events import Trace
-from amalthea.plan.fits import advice, memory_floor, remedies_that_fit
+from amalthea.plan.fits import advice, remedies_for_step
 from amalthea.plan.setting import Code
 from amalthea.plan.trace import trace_step
 
@@ -31,7 +31,7 @@ class Room(NamedTuple):
 class _Peak(NamedTuple):
     num_bytes: int
     moment: str
-    of_pass: int = 0
+    of_pass: int
     """Activations among them, which grow with the tokens of a pass."""
 
 
@@ -55,11 +55,14 @@ def refusal(config: RunConfig, room: Room, code: Code, *, world_size: int, node_
     peak = _beyond_gpu(trace, room) if room.is_gpu else _beyond_host(trace, room)
     if peak is None:
         return None
-    resolved = resolve(config, world_size=world_size)
-    floor = memory_floor(config, resolved)
-    beyond = max(0, peak.num_bytes - floor.device - peak.of_pass)
-    left = room.device_bytes - beyond
-    remedies = remedies_that_fit(config, resolved, left, room.host_bytes, pass_bytes=peak.of_pass)
+    remedies = remedies_for_step(
+        config,
+        resolve(config, world_size=world_size),
+        room.device_bytes,
+        room.host_bytes,
+        peak_bytes=peak.num_bytes,
+        pass_bytes=peak.of_pass,
+    )
     return (
         f"this step does not fit: memory runs out in {peak.moment}, where a rank holds up to "
         f"{format_bytes(peak.num_bytes)} and has {format_bytes(room.device_bytes)} (simulation; "
@@ -75,7 +78,7 @@ def _beyond_gpu(trace: Trace, room: Room) -> _Peak | None:
     assert memory.capped is not None
     failure, at = memory.capped.out_of_memory, memory.demand.peak_allocated
     assert failure is not None
-    return _Peak(at.allocated_bytes, failure.moment.phase.label, _of_pass(at))
+    return _Peak(at.allocated_bytes, failure.moment.phase.label, at.pass_bytes)
 
 
 def _beyond_host(trace: Trace, room: Room) -> _Peak | None:
@@ -83,8 +86,4 @@ def _beyond_host(trace: Trace, room: Room) -> _Peak | None:
     if peak_bytes <= room.device_bytes:
         return None
     at = replay(trace, settings=AllocatorSettings()).demand.peak_allocated
-    return _Peak(peak_bytes, at.phase.label, _of_pass(at))
-
-
-def _of_pass(at: Moment) -> int:
-    return at.by_class.get("recomputed", 0) + at.by_class.get("activations", 0)
+    return _Peak(peak_bytes, at.phase.label, at.pass_bytes)
